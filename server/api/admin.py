@@ -489,7 +489,7 @@ class TaskRoutes:
     def __init__(self, context: RouteContext, admin: TaskAdmin | None) -> None:
         self._catalog = context.catalog
         self._client = context.client
-        self._metrics = context.metrics
+        self._metrics = context.client.metrics
         self._limits = context.limits
         self._admin = admin
         self._note_sizes()

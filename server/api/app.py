@@ -65,7 +65,7 @@ from server.errors import (
 )
 from server.metrics import Metrics
 
-_ANY_QUERY = OPEN_PATHS | frozenset({"/metrics", ROOT_PATH, *PAGE_PATHS})
+_ANY_QUERY = OPEN_PATHS | {"/metrics", ROOT_PATH}
 
 MAX_EXPECTED_TASKS = 64
 """With more tasks, their series appear with their first request: each task has some 400 samples."""
@@ -95,7 +95,7 @@ def create_app(
     for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
         metrics.expect(task.name, task.speculation.drafter, catalog.find(task.name)[1].name)
     paths: set[str] = set()
-    history = History(lambda: snapshot(metrics, client, View()))
+    history = History(lambda: snapshot(client, View()))
     has_page = config.dashboard.enabled
     app = FastAPI(
         title="Tailor",
@@ -109,7 +109,7 @@ def create_app(
     )
     app.add_exception_handler(TailorError, _tailor_error)
     app.add_exception_handler(HTTPException, _http_error)
-    context = RouteContext(orders, client, metrics)
+    context = RouteContext(orders, client)
     faces: list[Face] = [
         Completions(context),
         ChatCompletions(context),
@@ -121,7 +121,7 @@ def create_app(
         told = described(face.summary, face.answer, body=face.body, chunks=face.chunks)
         app.add_api_route(face.path, face.respond, methods=["POST"], response_model=None, **told)
     add_model_routes(app, context)
-    add_state_routes(app, client, metrics)
+    add_state_routes(app, client)
     task_routes = TaskRoutes(context, task_admin)
     task_routes.add_to(app)
     adapter_routes = AdapterRoutes(context, task_admin)
@@ -130,8 +130,7 @@ def create_app(
     app.state.reload_tasks = task_routes.reload
     app.state.follow_tasks = task_routes.follow
     if has_page:
-        tells_sums = not config.metrics.admin_only
-        add_dashboard(app, client, metrics, history, tells_sums=tells_sums)
+        add_dashboard(app, client, history, tells_sums=not config.metrics.admin_only)
     for route in [r for r in app.routes if isinstance(r, APIRoute) and r.methods == {"GET"}]:
         app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     paths |= {str(path) for r in app.routes if "{" not in (path := getattr(r, "path", "{"))}

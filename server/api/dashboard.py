@@ -37,7 +37,6 @@ from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
 from server.api.route_context import caller_of
 from server.errors import InvalidRequestError, echoed
-from server.metrics import Metrics
 from server.types import LATENCY_BUCKETS_S
 
 ROOT_PATH = "/"
@@ -98,7 +97,7 @@ class View:
 
 
 def add_dashboard(
-    app: FastAPI, client: EngineClient, metrics: Metrics, history: History, *, tells_sums: bool
+    app: FastAPI, client: EngineClient, history: History, *, tells_sums: bool
 ) -> None:
     """Declare the pages and their data. history: the application runs it. tells_sums: of each
     View."""
@@ -113,7 +112,7 @@ def add_dashboard(
         return response
 
     for path in PAGE_PATHS:
-        app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_route(path, get_page, include_in_schema=False)
 
     @app.get(ROOT_PATH, include_in_schema=False)
     async def get_root() -> Response:
@@ -123,7 +122,7 @@ def add_dashboard(
     async def get_dashboard_data(request: HttpRequest) -> Response:
         await client.ask_figures()
         view = View(caller_of(request).key, tells_sums)
-        figures = snapshot(metrics, client, view)
+        figures = snapshot(client, view)
         told = {"version": __version__, "needs_key": view.key is not None}
         return JSONResponse({**told, **figures}, headers={"cache-control": "no-store"})
 
@@ -225,7 +224,7 @@ _LOAD = frozenset(
 """Series that every key may see: how busy the engines are."""
 
 
-def snapshot(metrics: Metrics, client: EngineClient, view: View) -> dict[str, Any]:
+def snapshot(client: EngineClient, view: View) -> dict[str, Any]:
     """All that the page shows, as cumulative counts; the page takes differences itself.
 
     now_s: a clock to divide differences by. edges_s: upper edges of the latency buckets; one more
@@ -240,7 +239,7 @@ def snapshot(metrics: Metrics, client: EngineClient, view: View) -> dict[str, An
     engines = told["engines"]
     for engine in client.engines():
         engines[(engine["name"],)] = {**engine, "rows": {}}
-    for family in metrics.families(_SERIES):
+    for family in client.metrics.families(_SERIES):
         for sample in family.samples:
             name, labels, value = sample.name, sample.labels, sample.value
             if is_cut and name not in _LOAD:

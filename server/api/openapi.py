@@ -3,6 +3,7 @@ every route can answer, so that a new route has them without declaring them."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -11,12 +12,14 @@ from fastapi.openapi.utils import get_openapi
 from msgspec import Struct
 from pydantic import TypeAdapter
 
+from server.api.bodies import BodyPart
 from server.api.shapes import ErrorAnswer
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
 
+@functools.cache
 def schema_of(model: Any) -> dict[str, Any]:
     """The JSON schema of a pydantic model or a type, without references."""
     schema = TypeAdapter(model).json_schema()
@@ -24,6 +27,7 @@ def schema_of(model: Any) -> dict[str, Any]:
     return shown
 
 
+@functools.cache
 def answer_schema(answer: type[Struct]) -> dict[str, Any]:
     """The JSON schema of an answer, without references. What may be absent is not required."""
     [schema], components = msgspec.json.schema_components([answer], ref_template="{name}")
@@ -99,7 +103,7 @@ def described(
     summary: str,
     answer: type[Struct] | None = None,
     *,
-    body: type[Any] | None = None,
+    body: type[BodyPart] | None = None,
     chunks: tuple[type[Struct], ...] = (),
     own_503: bool = False,
 ) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from server.errors import (
     UnknownFieldError,
     echoed,
 )
-from server.metrics import Metrics
 from server.types import Delta, Request
 
 # --- answers --------------------------------------------------------------------------------------
@@ -194,12 +193,11 @@ def caller_of(request: HttpRequest) -> Caller:
 class RouteContext:
     """What the routes of one app share (see the top of this file)."""
 
-    def __init__(self, orders: Orders, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, orders: Orders, client: EngineClient) -> None:
         self.orders = orders
         self.catalog = orders.catalog
         self.limits = orders.limits
         self.client = client
-        self.metrics = metrics
 
     async def body(self, request: HttpRequest) -> dict[str, Any]:
         """The request's body as a JSON object. Raises what read_body and parse_object raise."""
@@ -331,7 +329,7 @@ class TextFace(Face, Generic[_B]):
         if order.needs_engine:
             submission = await context.submit(request, target, order.requests)
         else:
-            submission = Submission.answered(order.requests, context.metrics)
+            submission = Submission.answered(order.requests, context.client.metrics)
         submission.grammar_field = order.grammar_field
         for account in submission.accounts:
             account.own_ids = target.model.own_ids

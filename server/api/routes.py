@@ -25,7 +25,6 @@ from server.api.openapi import described
 from server.api.route_context import AnswerResponse, RouteContext, caller_of
 from server.api.shapes import Count, Shape
 from server.errors import InvalidRequestError, ModelNotFoundError
-from server.metrics import Metrics
 
 _LIST = WithJsonSchema({"type": "array"})
 _CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
@@ -263,7 +262,7 @@ def _by_status(answer: Struct, is_well: bool) -> Response:
     return AnswerResponse(answer) if is_well else AnswerResponse(answer, 503, {"retry-after": "1"})
 
 
-def add_state_routes(app: FastAPI, client: EngineClient, metrics: Metrics) -> None:
+def add_state_routes(app: FastAPI, client: EngineClient) -> None:
     """Declare the routes about the server's state."""
 
     @app.get("/health", **described("The state of every engine", Health, own_503=True))
@@ -309,4 +308,4 @@ def add_state_routes(app: FastAPI, client: EngineClient, metrics: Metrics) -> No
     async def get_metrics(request: HttpRequest) -> Response:
         await client.ask_figures()
         _, port = request.scope.get("server") or ("", 0)
-        return Response(metrics.exposition(port), media_type=CONTENT_TYPE_LATEST)
+        return Response(client.metrics.exposition(port), media_type=CONTENT_TYPE_LATEST)

@@ -3,19 +3,22 @@ engine for them."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from server import token_bytes
 from server.api.chat_template import ChatTemplate
 from server.api.engines.client import EngineSpec
 from server.api.served_model import ServedModel
+from server.types import Delta, Request
 from tests.api.real_engine import spec, task_drafters
 from tests.api.tiny_tokenizers import chat_tokenizer
-from tests.fakes.scripted_engine import Script, ScriptedEngine, saying
+from tests.fakes.scripted_engine import Script, ScriptedEngine, steps_of, together
 
 TOKENIZER = chat_tokenizer()
 TABLE = token_bytes.build(TOKENIZER)
 CONTEXT = 1024
+EOS = 0
 
 CHATML = """\
 {% for message in messages %}
@@ -100,6 +103,7 @@ TEMPLATES = {
 CONSTANTS = {"bos_token": "<|user|>", "eos_token": "<|end|>"}
 
 
+@cache
 def template(name: str) -> ChatTemplate:
     """One of TEMPLATES, compiled."""
     return ChatTemplate(TEMPLATES[name], TOKENIZER, constants=CONSTANTS)
@@ -119,10 +123,25 @@ def served(name: str) -> ServedModel:
     )
 
 
+def says(text: str, *, per_step: int = 1) -> Script:
+    """A script: every choice is this text, then the EOS."""
+
+    def script(request: Request) -> list[list[Delta]]:
+        ids = [*encode(text), EOS]
+        return together(
+            [
+                steps_of(request, ids, per_step=per_step, finish_reason="stop", choice_id=k)
+                for k in range(request.num_choices)
+            ]
+        )
+
+    return script
+
+
 def scripted(name: str, script: Script | None = None) -> ScriptedEngine:
     """The engine of a model; without a script it says " dog"."""
     return ScriptedEngine(
-        script or saying(encode(" dog")), name=f"engine-{name}", model=name,
+        script or says(" dog"), name=f"engine-{name}", model=name,
         vocab_size=TABLE.vocab_size, max_model_len=CONTEXT,
     )  # fmt: skip
 

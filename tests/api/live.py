@@ -244,7 +244,7 @@ class LiveServer:
         self.ask_figures()
         return sum(
             s.value
-            for family in self.metrics.registry.collect()
+            for family in self.metrics.families([name])
             for s in family.samples
-            if s.name == name and all(s.labels.get(k) == v for k, v in labels.items())
+            if all(s.labels.get(k) == v for k, v in labels.items())
         )

@@ -10,6 +10,7 @@ test_tasks.py, configs in tests/setup; here is the rest of the list.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -65,69 +66,65 @@ NUMBERS = (
     "repetition_penalty",
 )  # fmt: skip
 LITERALS = (
-    *(str(10**k) for k in (6, 7, 9, 12, 15, 18, 30)), "9" * 400, "-1", "-1000000", str(-(10**18)),
+    *(str(10**k) for k in (6, 9, 18, 30)), "9" * 400, "-1", "-1000000", str(-(10**18)),
     "1.5", "1e308", "-1e308", "1e999", "NaN", "Infinity", "-Infinity", "true", "false", '"5"',
     '""', "[]", "[1]", "{}", '{"a": 1}', "0", "-0", "-0.0", "1e-400",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("field", [*INTEGERS, *NUMBERS])
-def test_no_number_breaks_it(server: LiveServer, field: str) -> None:
-    outer, _, inner = field.partition(".")
-    for literal in LITERALS:
+def test_no_number_breaks_it(server: LiveServer) -> None:
+    for field, literal in itertools.product((*INTEGERS, *NUMBERS), LITERALS):
+        outer, _, inner = field.partition(".")
         value = f'{{"{inner}": {literal}}}' if inner else literal
         base = "" if outer == "max_tokens" else '"max_tokens": 2, '
         content = f'{{"model": "tiny", "prompt": "a", {base}"{outer}": {value}}}'
         began_s = time.process_time()
         answer = raw(server, content.encode(), **KEY)
-        assert time.process_time() - began_s < 5, literal
-        assert answer.status_code in (200, 400), (literal, answer.text)
+        assert time.process_time() - began_s < 5, (field, literal)
+        assert answer.status_code in (200, 400), (field, literal, answer.text)
         if answer.status_code == 400:
             error = answer.json()["error"]
             assert error["code"] == "invalid_body" or error["param"].startswith(outer), error
         elif field in INTEGERS and outer not in ("seed", "priority", "top_k"):
-            assert literal in ("0", "-0"), literal
+            assert literal in ("0", "-0"), (field, literal)
 
 
 MANY = 20_000
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: {"prompt": ["a"] * MANY},
-        lambda: {"prompt": [[1]] * MANY},
-        lambda: {"prompt": [[]] * MANY},
-        lambda: {"prompt": [1] * MANY},
-        lambda: {"prompt": list(range(MANY))},
-        lambda: {"prompt": ["a", *[1] * MANY]},
-        lambda: {"prompt": "a" * (4 << 20)},
-        lambda: {"prompt": "\U0001f600" * (1 << 19)},
-        lambda: {"prompt": ["a" * 100] * 256, "n": 128, "max_tokens": 100},
-        lambda: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(MANY)}},
-        lambda: {"prompt": "a", "logit_bias": {"1" * 1_000_000: 1}},
-        lambda: {"prompt": "a", "stop": "x" * (1 << 20)},
-        lambda: {"prompt": "a", "stop": ["x" * (1 << 20)] * 4},
-        lambda: {"prompt": "a", "stop": ["x"] * MANY},
-        lambda: {"prompt": "a", "stop_token_ids": [1] * MANY},
-        lambda: {"prompt": "a", "allowed_token_ids": [1] * 1_000_000},
-        lambda: {"prompt": "a", "model": "x" * (1 << 20)},
-        lambda: {"prompt": "a", "cache_salt": "x" * (1 << 20)},
-        lambda: {"prompt": "a", "context": {"after": "x" * (1 << 20)}},
-        lambda: {"prompt": "a", **{f"field{i}": 1 for i in range(MANY)}},
-        lambda: {"prompt": "a", "speculation": {f"field{i}": 1 for i in range(MANY)}},
-    ],
-    ids=range(21),
+LARGE: tuple[Callable[[], dict[str, Any]], ...] = (
+    lambda: {"prompt": ["a"] * MANY},
+    lambda: {"prompt": [[1]] * MANY},
+    lambda: {"prompt": [[]] * MANY},
+    lambda: {"prompt": [1] * MANY},
+    lambda: {"prompt": list(range(MANY))},
+    lambda: {"prompt": ["a", *[1] * MANY]},
+    lambda: {"prompt": "a" * (4 << 20)},
+    lambda: {"prompt": "\U0001f600" * (1 << 19)},
+    lambda: {"prompt": ["a" * 100] * 256, "n": 128, "max_tokens": 100},
+    lambda: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(MANY)}},
+    lambda: {"prompt": "a", "logit_bias": {"1" * 1_000_000: 1}},
+    lambda: {"prompt": "a", "stop": "x" * (1 << 20)},
+    lambda: {"prompt": "a", "stop": ["x" * (1 << 20)] * 4},
+    lambda: {"prompt": "a", "stop": ["x"] * MANY},
+    lambda: {"prompt": "a", "stop_token_ids": [1] * MANY},
+    lambda: {"prompt": "a", "allowed_token_ids": [1] * 1_000_000},
+    lambda: {"prompt": "a", "model": "x" * (1 << 20)},
+    lambda: {"prompt": "a", "cache_salt": "x" * (1 << 20)},
+    lambda: {"prompt": "a", "context": {"after": "x" * (1 << 20)}},
+    lambda: {"prompt": "a", **{f"field{i}": 1 for i in range(MANY)}},
+    lambda: {"prompt": "a", "speculation": {f"field{i}": 1 for i in range(MANY)}},
 )
-def test_large_things_are_refused_quickly(
-    server: LiveServer, made: Callable[[], dict[str, Any]]
-) -> None:
-    body = made()
-    began_s = time.process_time()
-    answer = post(server, **body)
-    assert answer.status_code == 400
-    assert time.process_time() - began_s < 2
-    assert len(answer.text) < 1000
+
+
+def test_large_things_are_refused_quickly(server: LiveServer) -> None:
+    for i, made in enumerate(LARGE):
+        body = made()
+        began_s = time.process_time()
+        answer = post(server, **body)
+        assert answer.status_code == 400, i
+        assert time.process_time() - began_s < 2, i
+        assert len(answer.text) < 1000, i
 
 
 def test_no_op_fields_may_be_large_and_are_let_go(server: LiveServer) -> None:
@@ -138,27 +135,26 @@ def test_no_op_fields_may_be_large_and_are_let_go(server: LiveServer) -> None:
 # --- bodies ---
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b'{"b":"' + b"[" * 65 + b'","a":"' + b'\\"' * 500_000,
-        b'{"b":"' + b"[" * 65 + b'","a":"' + b"\\" * 500_001,
-        b'"' * 1_000_001 + b"[" * 65,
-        b"[" * 64 + b'"' + b'\\"[' * 300_000,
-        b'{"a":' * 1_000_000,
-        b'{"prompt": "a", "seed": ' + b"9" * 4_000_000 + b"}",
-        b'{"temperature": 0.' + b"1" * 4_000_000 + b"}",
-        b'{"a": ' + b" " * 4_000_000 + b"1}",
-        b"{" + b",".join(b'"a%d":1' % i for i in range(200_000)) + b',"a7":1}',
-        b"\x00" * 1_000_000,
-    ],
-    ids=range(10),
+LONG = (
+    b'{"b":"' + b"[" * 65 + b'","a":"' + b'\\"' * 500_000,
+    b'{"b":"' + b"[" * 65 + b'","a":"' + b"\\" * 500_001,
+    b'"' * 1_000_001 + b"[" * 65,
+    b"[" * 64 + b'"' + b'\\"[' * 300_000,
+    b'{"a":' * 1_000_000,
+    b'{"prompt": "a", "seed": ' + b"9" * 4_000_000 + b"}",
+    b'{"temperature": 0.' + b"1" * 4_000_000 + b"}",
+    b'{"a": ' + b" " * 4_000_000 + b"1}",
+    b"{" + b",".join(b'"a%d":1' % i for i in range(200_000)) + b',"a7":1}',
+    b"\x00" * 1_000_000,
 )
-def test_no_body_takes_long_to_refuse(server: LiveServer, content: bytes) -> None:
-    began_s = time.process_time()
-    answer = raw(server, content, **KEY)
-    assert answer.status_code == 400
-    assert time.process_time() - began_s < 3
+
+
+def test_no_body_takes_long_to_refuse(server: LiveServer) -> None:
+    for i, content in enumerate(LONG):
+        began_s = time.process_time()
+        answer = raw(server, content, **KEY)
+        assert answer.status_code == 400, i
+        assert time.process_time() - began_s < 3, i
 
 
 # --- ways around the key ---
@@ -343,8 +339,8 @@ def test_nothing_from_a_client_forges_a_log_line(server: LiveServer, format: Any
 # --- floods ---
 
 
-def test_hundreds_of_streams_reset_at_once(server: LiveServer) -> None:
+def test_many_streams_reset_at_once(server: LiveServer) -> None:
     body = {"model": "tiny", "prompt": "the", "max_tokens": 100, "stream": True, "n": 2}
-    reset(server, "/v1/completions", [body] * 240)
+    reset(server, "/v1/completions", [body] * 120)
     handles = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    assert handles < 200
+    assert handles < 100

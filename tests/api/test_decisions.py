@@ -1,6 +1,6 @@
 """POST /v1/decisions over a real socket: OpenAI's types and our arithmetic.
 
-test_decisions_of_a_model.py has a model's own numbers.
+tests/setup/test_adapter_serving.py has models' own numbers.
 """
 
 from __future__ import annotations

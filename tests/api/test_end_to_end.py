@@ -25,7 +25,7 @@ from tests.api.real_engine import CONTEXT, TABLE, spec
 from tests.api.test_completions import events, streamed
 from tests.api.test_lifecycle import send_request
 from tests.api.unharmed import rss_mib
-from tests.profiles import examples
+from tests.profiles import examples, share
 from tests.waiting import wait_until
 
 server = over(spec(), max_model_len=CONTEXT)
@@ -91,7 +91,7 @@ def test_stop_strings_cut_the_text_wherever_they_fall(server: LiveServer) -> Non
     text = server.post(**options).json()["choices"][0]["text"]
     rng = random.Random(3)
     tried = 0
-    while tried < 10:
+    while tried < 5:
         start = rng.randrange(2, len(text) - 6)
         stop = text[start : start + rng.randrange(1, 6)]
         if "�" in stop:
@@ -183,10 +183,11 @@ def test_a_request_that_no_token_satisfies_fails_alone(server: LiveServer) -> No
 
 
 @pytest.mark.slow
-def test_32768_choices_of_one_key_leave_another_s_first_token_its_time() -> None:
-    """In order of arrival it would wait for 2,048 steps."""
+def test_thousands_of_choices_of_one_key_leave_another_s_first_token_its_time() -> None:
+    """In order of arrival it would wait for 512 steps; at night, of 32,768 choices, for 2,048."""
     step_s = 0.02
-    flood = {"prompt": ["a"] * 256, "n": 128, "max_tokens": 1, "temperature": 1, "stream": True}
+    prompts = ["a"] * max(64, examples(256))
+    flood = {"prompt": prompts, "n": 128, "max_tokens": 1, "temperature": 1, "stream": True}
     with LiveServer([spec(step_s=step_s)], max_model_len=CONTEXT, config=keyed("a", "b")) as live:
         url = f"{live.url}/v1/completions"
 
@@ -221,7 +222,7 @@ def test_counters_equal_usage_and_the_kv_cache_is_empty_after() -> None:
             return body["usage"], body["speculation"]
 
         with ThreadPoolExecutor(8) as threads:
-            pairs = list(threads.map(one, range(24)))
+            pairs = list(threads.map(one, range(15)))
         usages, reports = [u for u, _ in pairs], [r for _, r in pairs]
 
         def total(name: str) -> float:
@@ -250,7 +251,7 @@ def test_counters_equal_usage_and_the_kv_cache_is_empty_after() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_many_requests_a_third_of_them_cut_leave_nothing_behind() -> None:
-    num = examples(6000)
+    num = 6000 if share() == 1.0 else 300
     with LiveServer([spec()], max_model_len=CONTEXT) as live:
         cut_off = 0
 

@@ -124,18 +124,6 @@ def _told(answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sliced": ("sliced", {"ignore_eos": True}),
-    "exact": ("exact", {"ignore_eos": True}),
-    "exact, by four": (
-        "exact", {"ignore_eos": True, "vocabulary": {"mode": "exact", "verify_every": 4}},
-    ),
-    "drafted": ("drafted", {"ignore_eos": True}),
-    "plain": ("plain", {"ignore_eos": True}),
-}  # fmt: skip
-"""A task, and what its requests ask for besides."""
-
-
 @dataclass
 class Used:
     """A server on which key a was the first and b has told its secret since.
@@ -144,12 +132,14 @@ class Used:
     """
 
     server: LiveServer
-    body: dict[str, Any]
+    task: str
     alone: dict[str, Any]
     times: int
 
     def ask(self, key: str, prompt: str, **more: Any) -> dict[str, Any]:
-        return _told(_ask(self.server, key, prompt=prompt, **self.body, **more))
+        return _told(
+            _ask(self.server, key, model=self.task, prompt=prompt, ignore_eos=True, **more)
+        )
 
     def tell_secret(self, key: str, salts: Sequence[str]) -> None:
         for salt in salts:
@@ -157,15 +147,12 @@ class Used:
             self.ask(key, PROBE, cache_salt=salt)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if "," in name else ()) for name in CASES],
-)
+@pytest.fixture(scope="module", params=TASKS)
 def used(request: pytest.FixtureRequest) -> Iterator[Used]:
-    task, extra = CASES[request.param]
+    task = request.param
     times = 6 if task == "drafted" else 2  # calibration is folded in now and then
     with _server() as server:
-        made = Used(server, {"model": task, **extra}, {}, times)
+        made = Used(server, task, {}, times)
         made.alone = made.ask("a", PROBE)
         made.tell_secret("b", [""] * times)
         yield made
@@ -183,7 +170,7 @@ def test_nothing_told_depends_on_what_was_asked_with_a_salt(used: Used) -> None:
 
 def test_what_a_key_itself_has_asked_is_seen_in_what_it_is_told(used: Used) -> None:
     """The probe is able to tell."""
-    if used.body["model"] != "plain":
+    if used.task != "plain":
         for _ in range(2 * used.times):
             used.ask("e", SECRET, max_tokens=20)
         assert used.ask("e", PROBE) != used.alone

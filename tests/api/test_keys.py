@@ -85,7 +85,6 @@ CONFIG = ServerConfig.model_validate(
     {
         "keys": (
             {"id": "all", "key": "sk-all"},
-            {"id": "other", "key": "sk-other"},
             {"id": "sql-only", "key": "sk-sql", "tasks": ("sql",)},
             {"id": "model", "key": "sk-model", "tasks": ("tiny",)},
             {"id": "boss", "key": "sk-boss", "admin": True},
@@ -155,13 +154,6 @@ def test_a_404_tells_the_names_that_the_key_may_use(server: LiveServer) -> None:
     assert told("sk-sql", "gpt-9").endswith(" There are: sql.")
     assert told("sk-all", "summarry").endswith(" Did you mean summary?")
     assert told("sk-sql", "summarry").endswith(" There are: sql.")
-
-
-def test_tenants_share_no_prefix(server: LiveServer, engine: ScriptedEngine) -> None:
-    for secret in ("sk-all", "sk-other", "sk-all"):
-        ask(server, secret, cache_salt="s")
-    assert [r.tenant for r in engine.submitted] == ["all", "other", "all"]
-    assert {r.cache_salt for r in engine.submitted} == {"s"}
 
 
 def test_a_rate_is_held_and_told(server: LiveServer) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.api.chat_models import encode
+from tests.api.chat_models import says
 from tests.api.fixtures import BODIES, STREAMED, chat_by
 from tests.api.live import LiveServer, post_bytes
 from tests.api.test_decisions import scoring
-from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.waiting import wait_until
 
 SEVERAL = {"prompt": ["the", "a"], "n": 2, "max_tokens": 50}
@@ -24,7 +24,7 @@ GENERATES = [route for route in BODIES if route not in READ]
 WAYS = [*((route, False) for route in GENERATES), *((route, True) for route in STREAMED)]
 
 
-_SAYS, _SCORES = saying(encode(" over the lazy dog")), scoring(-1.0, -2.0, -4.0)
+_SAYS, _SCORES = says(" over the lazy dog" * 10), scoring(-1.0, -2.0, -4.0)
 engine, server = chat_by(lambda request: (_SCORES if request.label_ids else _SAYS)(request))
 
 

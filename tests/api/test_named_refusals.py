@@ -32,7 +32,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"grammar": "start: <[49999]>"}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"regex": "a{100000}"}}, "structured_outputs.regex"),
-    ({"allowed_token_ids": [0], "min_tokens": 1}, "allowed_token_ids"),
     (
         {"allowed_token_ids": [A], "structured_outputs": {"regex": "b"}},
         "allowed_token_ids",

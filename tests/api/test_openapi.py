@@ -10,10 +10,10 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from server.types import Delta, Request
-from tests.api.chat_models import encode
+from tests.api.chat_models import encode, says
 from tests.api.fixtures import BODIES, STREAMED, chat_by
 from tests.api.live import LiveServer
-from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
+from tests.fakes.scripted_engine import ScriptedEngine, steps_of
 
 JSON = "application/json"
 BROKEN: dict[str, str] = {
@@ -24,7 +24,7 @@ BROKEN: dict[str, str] = {
 """Data that is none of the route's events."""
 
 
-engine, server = chat_by(saying(encode(" over the lazy dog")))
+engine, server = chat_by(says(" over the lazy dog"))
 
 
 def events_of(text: str) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response
 
 from server.api.faces.responses import KeptItems, MessageItem, TextPart
-from tests.api.chat_models import decode, encode, scripted, served
+from tests.api.chat_models import decode, encode, says, scripted, served
 from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
@@ -19,7 +19,6 @@ from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 
 REPLY = " over the lazy dog"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-EOS = 0
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL: Any = {
     "type": "function", "name": "get_weather", "description": "The weather in a city.",
@@ -27,10 +26,6 @@ TOOL: Any = {
         "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
     },
 }  # fmt: skip
-
-
-def says(text: str) -> Any:
-    return lambda request: steps_of(request, [*encode(text), EOS], finish_reason="stop")
 
 
 engine, server = chat_by(says(REPLY), drafters=("off", "suffix"))

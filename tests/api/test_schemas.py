@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from server.api.bodies import validate
@@ -19,6 +19,7 @@ from server.api.tools import Tool, chosen_tools
 from server.config import TaskConfig
 from server.errors import RequestError, UnsupportedFieldError
 from server.grammar_text import grammar_problem
+from tests.profiles import examples
 
 CITY: dict[str, Any] = {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
@@ -289,6 +290,7 @@ _ANYTHING = st.recursive(
 )
 
 
+@settings(max_examples=examples(500))
 @given(st.dictionaries(st.sampled_from(_KEYWORDS), _ANYTHING, max_size=5), st.booleans())
 @example({"$id": {"properties": None, "oneOf": True}}, True)
 def test_whatever_comes_is_taken_or_refused_in_words(schema: dict[str, Any], lenient: bool) -> None:

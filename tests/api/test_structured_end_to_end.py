@@ -74,7 +74,7 @@ def test_openai_and_vllm_fields_give_json_of_the_schema(server: LiveServer) -> N
 def test_every_form_matches_with_and_without_drafts(
     server: LiveServer, fields: dict[str, Any], pattern: str, temperature: float, n: int
 ) -> None:
-    prompts = ["the quick brown fox", "Once upon", "SELECT name FROM users"]
+    prompts = ["the quick brown fox", "Once upon"]
     body: dict[str, Any] = {
         "prompt": prompts, "structured_outputs": fields, "seed": 11, "temperature": temperature,
         "n": n,

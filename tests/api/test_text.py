@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from server.api.answer import CharCounter, TextStream
 from tests.api.live import TABLE, TOKENIZER, as_bytes
+from tests.profiles import examples
 
 
 def chunks(ids: list[int], cuts: Sequence[int]) -> list[list[int]]:
@@ -19,6 +20,7 @@ def chunks(ids: list[int], cuts: Sequence[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(bounds)]
 
 
+@settings(max_examples=examples(500))
 @given(st.text(max_size=40), st.lists(st.integers(0, 200), max_size=8))
 def test_streamed_text_is_the_decoded_text(text: str, cuts: list[int]) -> None:
     ids = TOKENIZER.encode(text).ids
@@ -28,6 +30,7 @@ def test_streamed_text_is_the_decoded_text(text: str, cuts: list[int]) -> None:
     assert "".join(pieces) == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
+@settings(max_examples=examples(500))
 @given(st.text(min_size=1, max_size=20))
 def test_no_piece_holds_half_a_character(text: str) -> None:
     stream = TextStream(TABLE)
@@ -55,6 +58,7 @@ def engine_stop(text: bytes, stops: list[bytes]) -> tuple[int, bytes] | None:
     return None
 
 
+@settings(max_examples=examples(500))
 @given(
     st.text("abc€", max_size=24),
     st.lists(st.text("abc€", min_size=1, max_size=4), min_size=1, max_size=4, unique=True),
@@ -104,6 +108,7 @@ def test_the_id_that_ends_a_choice_has_text_only_if_asked(include: bool) -> None
     assert text == ("ok<|end|>" if include else "ok")
 
 
+@settings(max_examples=examples(500))
 @given(st.text(max_size=20))
 def test_offsets_point_at_the_tokens(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
