@@ -67,6 +67,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "server.channel",
         "server.grammar_text",
         "server.machine",
+        "server.token_bytes",
         "drafters",
         "vocab_store",
     },

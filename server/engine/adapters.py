@@ -26,7 +26,7 @@ from typing import Any
 from drafters.auto.copying import Pieces
 from server.engine.batch import AdaptingRunner, PackedAdapter, Runner
 from server.engine.grammar import GrammarCompiler
-from server.engine.stops import StopTable
+from server.token_bytes import TokenBytes
 from server.types import AdapterOrder
 from vocab_store.enrichment import Enrichment
 
@@ -49,7 +49,7 @@ class Vocabulary:
 
     fingerprint: str = ""
     enrichment: Enrichment | None = None
-    stop_table: StopTable | None = None
+    stop_table: TokenBytes | None = None
     grammars: GrammarCompiler | None = None
     own_head: bool = False
     pieces: Pieces | None = None

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from server.engine.adapters import Adapter, AdapterShelf, Vocabulary
 from server.engine.blocks import root_key
@@ -35,13 +35,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Refusal(NamedTuple):
-    """Why a request cannot be served."""
-
-    message: str
-    code: str
-
-
+Refusal = tuple[str, str]
+"""(message, code): why a request cannot be served."""
 Failure = tuple[Sequence, Refusal]
 """(first choice of a request that was admitted, why it fails before its first step)"""
 
@@ -112,10 +107,10 @@ class Admission:
             return None
         refusal = self._adapters.refusal(request.adapter)
         if refusal is not None:
-            return Refusal(*refusal)
+            return refusal
         vocabulary = self._adapters.vocabulary(request.adapter)
         if request.vocabulary.mode != "full" and vocabulary is not None and vocabulary.own_head:
-            return Refusal(
+            return (
                 "vocabulary slices are of the base's LM head, and this adapter has rows of its own",
                 "unsupported_parameter",
             )
@@ -129,9 +124,9 @@ class Admission:
         """Why ids of a request lie outside the vocabulary, or None. Compiled code does not check
         them."""
         if request.request_id in self._open_requests:
-            return Refusal("this request id is open already", "invalid_value")
+            return "this request id is open already", "invalid_value"
         if not request.prompt_ids or request.num_choices < 1:
-            return Refusal("a request needs a prompt and at least one choice", "invalid_value")
+            return "a request needs a prompt and at least one choice", "invalid_value"
         size, sampling = self._vocab_size(request), request.sampling
         for name, ids in (
             ("a prompt id", request.prompt_ids),
@@ -141,34 +136,30 @@ class Admission:
             ("a label id", request.label_ids),
         ):
             if ids and (min(ids) < 0 or max(ids) >= size):
-                return Refusal(f"{name} lies outside the vocabulary", "invalid_value")
+                return f"{name} lies outside the vocabulary", "invalid_value"
         if request.label_ids and (sampling.max_tokens > 0 or request.num_choices > 1):
-            return Refusal("label ids go with max_tokens 0 and one choice", "invalid_value")
+            return "label ids go with max_tokens 0 and one choice", "invalid_value"
         return None
 
     def _no_room(self, request: Request) -> Refusal | None:
         num_prompt, limit = len(request.prompt_ids), self._info.max_model_len
         if num_prompt > limit or (num_prompt == limit and request.sampling.max_tokens > 0):
-            return Refusal(
-                f"the prompt has {num_prompt} tokens, the model {limit}", "context_length_exceeded"
-            )
+            text = f"the prompt has {num_prompt} tokens, the model {limit}"
+            return text, "context_length_exceeded"
         if -(-num_prompt // self._info.block_size) > self._info.num_blocks:
-            return Refusal("the KV cache is too small for this prompt", "context_length_exceeded")
+            return "the KV cache is too small for this prompt", "context_length_exceeded"
         return None
 
     def _unavailable(self, request: Request) -> Refusal | None:
         sampling = request.sampling
         if sampling.stop and (self._stop_table is None or not all(sampling.stop)):
-            return Refusal("stop strings are not available", "unsupported_parameter")
+            return "stop strings are not available", "unsupported_parameter"
         if request.grammar is not None:
             if self._grammars is None or not self._eos:
-                return Refusal("structured outputs are not available", "unsupported_parameter")
+                return "structured outputs are not available", "unsupported_parameter"
             if sampling.ignore_eos:
-                return Refusal(
-                    "ignore_eos cannot be combined with a grammar", "unsupported_parameter"
-                )
-        refusal = self._slices.refusal(request)
-        return None if refusal is None else Refusal(*refusal)
+                return "ignore_eos cannot be combined with a grammar", "unsupported_parameter"
+        return self._slices.refusal(request)
 
     def _bad_drafter(self, request: Request) -> Refusal | None:
         if request.adapter and self._adapters.vocabulary(request.adapter) is None:
@@ -176,7 +167,7 @@ class Admission:
         try:
             self._drafters.check(request.task, request.speculation)
         except ValueError as error:
-            return Refusal(str(error)[:200], "invalid_value")
+            return str(error)[:200], "invalid_value"
         except Exception as error:  # a factory's own failure: drafts are off, see Drafts
             _log.debug("a drafter factory failed", exc_info=error)
         return None
@@ -197,7 +188,6 @@ class Admission:
                 max_model_len=self._info.max_model_len,
                 table=self._scheduler.table,
                 eos_ids=self._eos,
-                stop_table=stops,
                 root_key=key,
             )
             for choice_id in range(request.num_choices)
@@ -205,6 +195,8 @@ class Admission:
         for sequence in sequences:
             sequence.adapter = adapter
             sequence.head = self._slices.open(request)
+            if request.sampling.stop and stops is not None:
+                sequence.match_stops(stops)
         sequences[0].siblings = sequences[1:]
         return sequences
 
@@ -241,19 +233,16 @@ class Admission:
             if wait.leader.status is Status.FINISHED:  # aborted meanwhile
                 continue
             take = self._take_adapter if wait.grammar is None else self._take_grammar
-            problem = take(wait)
+            problem, leader, adapter = take(wait), wait.leader, wait.adapter
             if problem is not None:
-                failed.append((wait.leader, problem))
-            elif self._has_all(wait):
-                ready.append(wait.leader)
-            else:
+                failed.append((leader, problem))
+            elif (adapter is not None and not adapter.is_ready) or (
+                leader.request.grammar is not None and leader.grammar is None
+            ):
                 self.preparing.append(wait)
+            else:
+                ready.append(leader)
         return ready, failed
-
-    def _has_all(self, wait: _Preparing) -> bool:
-        if wait.adapter is not None and not wait.adapter.is_ready:
-            return False
-        return wait.leader.request.grammar is None or wait.leader.grammar is not None
 
     def _take_adapter(self, wait: _Preparing) -> Refusal | None:
         """Begin to compile the grammar once the adapter is in memory. Returns why it failed, or
@@ -262,17 +251,17 @@ class Admission:
         grammars = self._grammars
         if adapter is not None:
             if adapter.problem:
-                return Refusal("the adapter could not be read", "engine_error")
+                return "the adapter could not be read", "engine_error"
             if not adapter.is_ready:
                 return None
             vocabulary = adapter.vocabulary
             assert vocabulary is not None
-            if vocabulary.stop_table is not None:
+            if vocabulary.stop_table is not None and leader.request.sampling.stop:
                 for sequence in (leader, *leader.siblings):
                     sequence.match_stops(vocabulary.stop_table)
             grammars = vocabulary.grammars or grammars
             late = self._bad_adapter(leader.request)  # it was not read when the request came
-            if late is not None and late.code == "unsupported_parameter":
+            if late is not None and late[1] == "unsupported_parameter":
                 return late
         if leader.request.grammar is not None:
             assert grammars is not None
@@ -287,7 +276,7 @@ class Admission:
         assert grammar is not None
         if not grammar.done():
             if time.monotonic() > wait.deadline_s:
-                return Refusal("the grammar takes too long to compile", "grammar_limit")
+                return "the grammar takes too long to compile", "grammar_limit"
             return None
         error = grammar.exception()
         if error is None:
@@ -295,9 +284,9 @@ class Admission:
                 sequence.grammar = GrammarState(grammar.result())
             return None
         if isinstance(error, ValueError):
-            return Refusal(f"the grammar cannot be used: {error}"[:200], "grammar_invalid")
+            return f"the grammar cannot be used: {error}"[:200], "grammar_invalid"
         _log.error("a grammar could not be compiled", exc_info=error)
-        return Refusal("the grammar could not be compiled", "engine_error")
+        return "the grammar could not be compiled", "engine_error"
 
     def expired(self) -> list[Failure]:
         """Requests that have waited too long for their first step."""
@@ -307,6 +296,6 @@ class Admission:
             _, request_id = heapq.heappop(self.expiries)
             for leader in self._open_requests.get(request_id, ())[:1]:
                 if leader.first_step_s == 0.0:
-                    text = "the request waited too long in the queue"
-                    failed.append((leader, Refusal(text, "queue_timeout")))
+                    why = "the request waited too long in the queue", "queue_timeout"
+                    failed.append((leader, why))
         return failed

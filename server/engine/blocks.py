@@ -48,12 +48,11 @@ def _num_common(left: bytes, right: bytes) -> int:
 class BlockPool:
     """Hands out blocks 0 .. num_blocks - 1. Not thread safe: one engine owns it."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError("a pool needs at least one block of at least one slot")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.prefix_cache = prefix_cache
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
@@ -129,7 +128,7 @@ class BlockPool:
 
         Where the key is known already the other block keeps it and this one stays unpublished.
         """
-        if not self.prefix_cache or key in self._by_key:
+        if key in self._by_key:
             return
         if self._ref_counts[block] == 0 or self._keys[block] is not None:
             raise ValueError(f"block {block} cannot be published")

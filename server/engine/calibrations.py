@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict, defaultdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 
     from drafters.auto.retrieval import Seen
     from drafters.auto.tree_builder import Workspace
+    from drafters.auto.trust import Trust
     from drafters.base import Drafter
+    from drafters.calibration import Calibration
     from drafters.shared_counts import Counts, TableId
 
+    Table = Trust | Calibration
     TellCounts = Callable[[tuple[str, str], TableId, Counts], None]
     """((task, scope), table, what was counted)"""
 
@@ -46,20 +49,6 @@ MAX_TABLES_TOLD = 64  # calibration files of one task that a report reads
 MAX_ROWS = 400  # of a calibration table in a report
 MAX_SEEN = 64  # scopes whose likely ids (2.5 MB at most) and last outputs are kept
 TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
-
-
-class Table(Protocol):
-    """What the engine needs of drafters.auto.trust.Trust and drafters.calibration.Calibration."""
-
-    def save(self, path: Path | str) -> None: ...
-
-    def restore(self, path: Path | str) -> None: ...
-
-    def table(self) -> list[dict[str, Any]]: ...
-
-    def counts(self) -> Counts: ...
-
-    def set_counts(self, counts: Counts) -> None: ...
 
 
 class Calibrations:
@@ -244,7 +233,8 @@ class Calibrations:
             return [table], []
         tables = {key: known for key, known in self._tables.items() if key[:3] == found[:3]}
         here = {self._table_file(key) for key in tables}
-        stem, on_disk = self._table_file((*found[:3], NO_SCOPE)), list[Table]()
+        stem = self._table_file((*found[:3], NO_SCOPE))
+        on_disk: list[Table] = []
         if stem is not None and stem.parent.is_dir():
             files = {stem, *stem.parent.glob(f"{stem.stem}-*{stem.suffix}")} - here
             for path in sorted(files)[:MAX_TABLES_TOLD]:

@@ -165,15 +165,6 @@ def count_step(
     )
 
 
-def sources_of(accepted: SequenceOf[int], num_kept: int, sources: SequenceOf[str]) -> list[str]:
-    """Who drafted each kept token of a run: a source's name, "" for the token nothing drafted.
-
-    accepted: node indexes on the accepted path that survived the cut, in order; they are the
-    first of the num_kept tokens. sources: of every node.
-    """
-    return [sources[node] for node in accepted] + [""] * (num_kept - len(accepted))
-
-
 def rejected_paths(
     token_ids: SequenceOf[int],
     parents: SequenceOf[int],
@@ -569,7 +560,8 @@ def _note_sources(sequence: Sequence, run: _Run) -> None:
     ids, parents, _, source, _ = run.trees.nodes[:, first:end].tolist()
     drafted_by = [names[at] if at < len(names) else names[0] for at in source]
     if request.report_sources:
-        sequence.token_sources += sources_of(run.path, len(run.ids), drafted_by)
+        sequence.token_sources += [drafted_by[node] for node in run.path]
+        sequence.token_sources += [""] * (len(run.ids) - len(run.path))
     if request.report_rejected:
         sequence.rejected_drafts.extend(
             (start + place, name, path)

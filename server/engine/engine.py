@@ -48,10 +48,10 @@ from server.engine.run import (
 from server.engine.sequence import Sequence, Status
 from server.engine.slices import ExactControl, ProfileSource, SliceBook
 from server.engine.step_times import CostTable
-from server.engine.stops import StopTable
 from server.engine.table import Table
 from server.engine.task_store import TaskControl, TaskStore
 from server.engine.trees import Trees
+from server.token_bytes import TokenBytes
 from server.types import Delta, Request
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Engine:
         drafters: Mapping[str, Drafter | DrafterFactory],
         settings: EngineSettings,
         *,
-        stop_table: StopTable | None = None,
+        stop_table: TokenBytes | None = None,
         cost: CostTable | None = None,
         grammars: GrammarCompiler | None = None,
         profiles: ProfileSource | None = None,
@@ -96,13 +96,12 @@ class Engine:
             "figures": lambda _: figures.values(self),
         }
         """What ("control", ...) messages may call, by name, with plain values."""
-        self.pool = BlockPool(info.num_blocks, info.block_size, prefix_cache=settings.prefix_cache)
+        self.pool = BlockPool(info.num_blocks, info.block_size)
         self.table = Table(block_size=info.block_size, max_model_len=info.max_model_len)
         self.scheduler = Scheduler(self.table, self.pool, settings, cost)
         self.gain = Gain(cost)
         control = ExactControl(
             info.vocab_size, max_verify_every=settings.max_verify_every,
-            first_verify_every=min(8, settings.max_verify_every),
             may_use_full_head=settings.may_use_full_head,
         )  # fmt: skip
         self.slices = SliceBook(
@@ -192,7 +191,7 @@ class Engine:
             request = replace(request, speculation=spec)
         refusal = self.admission.refusal(request)
         if refusal is not None:
-            self._committer.refuse(request, refusal.message, refusal.code)
+            self._committer.refuse(request, *refusal)
             return
         sequences = self.admission.open(request)
         leader = sequences[0]

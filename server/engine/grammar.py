@@ -91,9 +91,11 @@ class GrammarCompiler:
         grammar that cannot be compiled for this tokenizer. scope: whose it is (Request.scope)."""
         key = (scope, spec)
         future = self._kept.get(key)
-        if future is not None and not (future.done() and _failed(future)):
-            self._kept.move_to_end(key)
-            return future
+        if future is not None:
+            has_failed = future.done() and (future.cancelled() or future.exception())
+            if not has_failed:
+                self._kept.move_to_end(key)
+                return future
         if self._kept.pop(key, None) is not None:  # one that failed
             self._num_kept_chars -= len(spec.source)
         future = self._threads.submit(self._work, spec, self._loading())
@@ -168,10 +170,6 @@ def _compiled(spec: GrammarSpec, known: GrammarTokenizer) -> Matcher:
             problem = "nothing matches it (a rule that ends in itself alone, for example)"
         raise ValueError(problem)
     return matcher
-
-
-def _failed(future: Future[Matcher]) -> bool:
-    return future.cancelled() or future.exception() is not None
 
 
 def one_line(message: str) -> str:

@@ -26,10 +26,9 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from drafters.array_file import ArrayFormat, Column
 from drafters.arrays import Int64
@@ -40,6 +39,7 @@ from drafters.sorted_keys import find_row
 from server.engine.grammar_library import LibraryTokenizer
 
 if TYPE_CHECKING:
+    from server.token_bytes import TokenBytes
     from server.types import GrammarSpec
     from vocab_store.enrichment import Enrichment
 
@@ -282,22 +282,6 @@ characters of a JSON string. Each set costs tries of all tokens, and only string
 length need one: a mask in a free string is kept from one token to the next."""
 
 
-class TokenPieces(Protocol):
-    """The id -> bytes table (server/token_bytes.py), as much of it as is needed here."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]: ...
-
-    @property
-    def blob(self) -> npt.NDArray[np.uint8]: ...
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """b"" for an id that it does not hold."""
-
-
 @dataclass(frozen=True, slots=True)
 class GrammarTokenizer:
     """library: llguidance's tokenizer. control: id of each control token, by the name that it has
@@ -305,7 +289,7 @@ class GrammarTokenizer:
 
     library: LibraryTokenizer
     control: Mapping[str, int]
-    pieces: TokenPieces
+    pieces: TokenBytes
     cut: Callable[[str], list[int]]
 
     def spelled(self, spec: GrammarSpec) -> GrammarSpec:
@@ -322,7 +306,7 @@ class GrammarTokenizer:
 
 def load_grammar_tokenizer(
     tokenizer_file: Path | str,
-    pieces: TokenPieces,
+    pieces: TokenBytes,
     vocab_size: int,
     eos_token_ids: Sequence[int],
     read: ReadTokenizer,
@@ -388,7 +372,7 @@ def enriched_grammar_tokenizer(
 
 
 def _library_tokenizer(
-    pieces: TokenPieces,
+    pieces: TokenBytes,
     cut: Callable[[str], list[int]],
     control: Iterable[int],
     vocab_size: int,

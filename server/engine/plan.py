@@ -185,7 +185,6 @@ class FairQueue(Generic[T]):
 
     def rest(self) -> None:
         """Nothing waits, and nothing that was served runs: whoever comes next is level with all."""
-        self._now = max(self._now, *self._clocks.values(), 0)
         self._clocks.clear()
 
     def _rank(self, item: T) -> tuple[Any, ...]:
@@ -489,7 +488,7 @@ class Scheduler:
 
     def publish(self, sequence: Sequence) -> None:
         """Publish full blocks whose tokens are verified and whose KV is computed."""
-        if not self.pool.prefix_cache:
+        if not self._settings.prefix_cache:
             return
         table, seat = self.table, sequence.seat
         verified = table.prompt_len[seat] + table.num_verified[seat]
@@ -542,7 +541,7 @@ class Scheduler:
         return True
 
     def _reads_cache(self, sequence: Sequence) -> bool:
-        return self.pool.prefix_cache and not sequence.scores_prompt
+        return self._settings.prefix_cache and not sequence.scores_prompt
 
     def _cached(self, sequence: Sequence) -> tuple[list[int], int]:
         """The blocks of a waiting sequence's prefix that the cache has, and how many of its tokens

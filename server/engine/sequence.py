@@ -20,25 +20,9 @@ from drafters.base import Drafter, DraftSession
 from server.engine.adapters import Adapter
 from server.engine.batch import DrawParams, HeadSlice, Int32, UInt32
 from server.engine.grammar import GrammarState
-from server.engine.stops import StopMatcher, StopTable
-from server.engine.table import (
-    GAIN_SEAT,
-    IS_PLAIN,
-    IS_SIMPLE,
-    LAST_ID,
-    MAX_OUTPUT,
-    NUM_BLOCKS,
-    NUM_COMPUTED,
-    NUM_PUBLISHED,
-    NUM_RELEASED,
-    NUM_STEPS,
-    NUM_TOKENS,
-    NUM_VERIFIED,
-    PROMPT_LEN,
-    ROOM,
-    Column,
-    Table,
-)
+from server.engine.stops import StopMatcher
+from server.engine.table import LAST_ID, MAX_OUTPUT, NUM_TOKENS, PROMPT_LEN, Column, Table
+from server.token_bytes import TokenBytes
 from server.types import Request, StepCounts, TokenLogprob, VocabularyCounts
 from vocab_store.slice import VocabSlice
 
@@ -129,8 +113,7 @@ class Sequence:
     """One choice. `ids` holds prompt and output; position p is ids[p].
 
     The KV of positions [0, num_computed) is in the cache. The rows still to be computed are
-    [num_computed, num_tokens); the last of them is drawn from. Raises ValueError for stop strings
-    without a stop_table.
+    [num_computed, num_tokens); the last of them is drawn from.
     """
 
     # Identity: never written again; the adapter by Admission.
@@ -142,22 +125,21 @@ class Sequence:
     table: Table
     eos_ids: frozenset[int]
     """EOS of the model. Those that end this choice: none under ignore_eos."""
-    stop_table: InitVar[StopTable | None]
     root_key: bytes
     adapter: Adapter | None = None
     order: tuple[float, int, int, int] = field(init=False)
     place: tuple[int, str] = field(init=False)
     """Its priority and its key, which share the engine (plan.py)."""
     seat: int = field(init=False)
-    prompt_len = Column(PROMPT_LEN)
-    max_output = Column(MAX_OUTPUT)
+    prompt_len = Column()
+    max_output = Column()
     """Most tokens it may have, the context's limit included."""
     banned_until: Int32 = field(default_factory=_no_ids)
 
     # Tokens: written by append() and rollback() only.
     ids: Int32 = field(init=False)
-    num_tokens = Column(NUM_TOKENS)
-    last_id = Column(LAST_ID)
+    num_tokens = Column()
+    last_id = Column()
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_sources: list[str] = field(default_factory=list)
     """One per emitted token, when the request asks."""
@@ -172,17 +154,17 @@ class Sequence:
     grammar: GrammarState | None = None
 
     # Marks (beside num_tokens): written by the engine through verify() and release().
-    num_verified = Column(NUM_VERIFIED)
-    num_released = Column(NUM_RELEASED)
+    num_verified = Column()
+    num_released = Column()
 
     # KV: written by the scheduler and, after a step, by the engine.
     status: Status = Status.NEW
-    num_blocks = Column(NUM_BLOCKS)
-    room = Column(ROOM)
-    num_computed = Column(NUM_COMPUTED)
+    num_blocks = Column()
+    room = Column()
+    num_computed = Column()
     keys: list[bytes] = field(default_factory=list)
     """Content keys of the leading full blocks, computed lazily."""
-    num_published = Column(NUM_PUBLISHED)
+    num_published = Column()
     num_cached_tokens: int = -1
     """-1: not admitted yet."""
     siblings: list[Sequence] = field(default_factory=list)
@@ -197,13 +179,13 @@ class Sequence:
     rejected_drafts: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     """When it asks."""
     first_step_s: float = 0.0
-    num_steps = Column(NUM_STEPS)
+    num_steps = Column()
     """Decode steps so far."""
 
     # Both written by speak().
-    is_plain = Column(IS_PLAIN)
+    is_plain = Column()
     """Whether nothing but its length changes from step to step for the runner."""
-    is_simple = Column(IS_SIMPLE)
+    is_simple = Column()
     """Whether its tokens need nothing but numbers either: no text is looked at, and nothing is told
     of them but themselves."""
 
@@ -217,14 +199,14 @@ class Sequence:
     """Opened when it is first wanted."""
     drafter_name: str = "off"
     sources: tuple[str, ...] = ("off",)
-    gain_seat = Column(GAIN_SEAT)
+    gain_seat = Column()
     """Of Gain, while it may draft, else -1."""
     is_resting: bool = False
     """Gain does not ask it now: its session gets no updates and may not exist."""
     num_told: int = 0
     """Output tokens that the session was told of."""
 
-    def __post_init__(self, max_model_len: int, stop_table: StopTable | None) -> None:
+    def __post_init__(self, max_model_len: int) -> None:
         request, sampling = self.request, self.request.sampling
         # Ageing: each step of priority is worth so many seconds of waiting, so a request is
         # overtaken by those that arrive within that time and by no others; nobody starves.
@@ -239,10 +221,6 @@ class Sequence:
         end_ids = sorted(self.eos_ids.union(sampling.stop_token_ids))
         if sampling.min_tokens > 0:
             self.banned_until = np.asarray(end_ids, np.int32)
-        if sampling.stop:
-            if stop_table is None:
-                raise ValueError("stop strings need the id -> bytes table")
-            self.match_stops(stop_table)
         self.ids = np.empty(prompt_len + max_output, np.int32)
         self.ids[:prompt_len] = request.prompt_ids
         self.seat = self.table.take_seat(end_ids)
@@ -254,11 +232,10 @@ class Sequence:
         if request.echo_logprobs is not None:
             self.prompt_logprobs.append(None)
 
-    def match_stops(self, table: StopTable) -> None:
+    def match_stops(self, table: TokenBytes) -> None:
         """Match the request's stop strings on a table's bytes. Called before the first token."""
         sampling = self.request.sampling
-        if sampling.stop:
-            self.matcher = StopMatcher(sampling.stop, table, sampling.skip_special_tokens)
+        self.matcher = StopMatcher(sampling.stop, table, sampling.skip_special_tokens)
 
     @property
     def num_output(self) -> int:
@@ -372,7 +349,6 @@ class Sequence:
         self.rejected_drafts = [d for d in self.rejected_drafts if d[0] < num_output]
         if self.head is not None:
             del self.head.unverified[num_output - self.num_verified :]
-        del self.keys[self.num_tokens // self.table.block_size :]
         if self.matcher is not None:
             self.matcher.replay(self.output_ids())
         if self.grammar is not None:

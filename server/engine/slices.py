@@ -61,6 +61,7 @@ _MAX_SCOPES = 1024  # scopes of which missed ids and miss rates are kept
 # -- when the full head verifies -------------------------------------------------------------------
 
 
+_FIRST_VERIFY_EVERY = 8  # N until costs are measured
 _RATE = 0.1  # weight of a new measurement
 _PRIOR_TOKENS = 32.0  # how many tokens the profile's own miss rate counts for
 _MEMORY_TOKENS = 4096.0  # older misses count half from here on
@@ -112,9 +113,8 @@ class ExactControl:
     so that its plans tell a client nothing about the texts of others. Times, ends and sizes of
     batches are counted per device.
 
-    max_verify_every: most tokens held back. first_verify_every: N until costs are measured.
-    may_use_full_head: whether `exact` may draw from the full head where that is cheaper (tests of
-    verification switch it off).
+    max_verify_every: most tokens held back. may_use_full_head: whether `exact` may draw from the
+    full head where that is cheaper (tests of verification switch it off).
     """
 
     def __init__(
@@ -122,14 +122,11 @@ class ExactControl:
         vocab_size: int,
         *,
         max_verify_every: int = 64,
-        first_verify_every: int = 8,
         may_use_full_head: bool = True,
     ) -> None:
-        if not 1 <= first_verify_every <= max_verify_every:
-            raise ValueError("1 <= first_verify_every <= max_verify_every must hold")
         self.max_verify_every = max_verify_every
         self._vocab_size = vocab_size
-        self._first_verify_every = first_verify_every
+        self._first_verify_every = min(_FIRST_VERIFY_EVERY, max_verify_every)
         self._may_use_full_head = may_use_full_head
         self._num_steps = 0
         self._body_s = 0.0
@@ -154,7 +151,7 @@ class ExactControl:
         self._plans.move_to_end(key)
 
     def plan(self, key: Hashable) -> ExactPlan:
-        """The plan of a key; one with first_verify_every for an unknown key."""
+        """The plan of a key; one with the first N for an unknown key."""
         return self._plans.get(key) or ExactPlan(self._first_verify_every)
 
     # -- measurements -----------------------------------------------------------------------

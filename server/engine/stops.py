@@ -1,20 +1,14 @@
 """Stop strings, matched on bytes across token boundaries.
 
-The engine never detokenizes. A `StopTable` gives the bytes that an id adds to the text, and a
+The engine never detokenizes. TokenBytes has the bytes that an id adds to the text, and a
 `StopMatcher` of each sequence keeps just enough of the tail to see a string that spans tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
-
-class StopTable(Protocol):
-    """The id -> bytes table (server/token_bytes.py), as much of it as is needed here."""
-
-    def join(self, token_ids: Iterable[int], *, skip_special: bool) -> bytes:
-        """The bytes that these ids add to the text, special ones nothing if asked."""
+from server.token_bytes import TokenBytes
 
 
 class StopMatcher:
@@ -26,7 +20,7 @@ class StopMatcher:
 
     __slots__ = ("_skip_special", "_stops", "_table", "_tail", "_tail_size")
 
-    def __init__(self, stops: tuple[bytes, ...], table: StopTable, skip_special: bool) -> None:
+    def __init__(self, stops: tuple[bytes, ...], table: TokenBytes, skip_special: bool) -> None:
         if not stops or not all(stops):
             raise ValueError("a matcher needs at least one stop string, none of them empty")
         self._stops = tuple(sorted(stops, key=len, reverse=True))

@@ -30,10 +30,10 @@ _FIRST_SEATS = 16
 
 
 class Column:
-    """A number of a Sequence that lies in a column of its table. line: of Table.numbers."""
+    """A number of a Sequence that lies in its table's column of this name."""
 
-    def __init__(self, line: int) -> None:
-        self._line = line
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._line = _NAMES.index(name)
 
     def __get__(self, sequence: Any, owner: type | None = None) -> int:
         number: int = sequence.table.numbers.item(self._line, sequence.seat)
@@ -122,11 +122,12 @@ class Table:
         self.blocks = np.pad(self.blocks, ((0, more), (0, 0)))
         self.ends = np.pad(self.ends, ((0, more), (0, 0)), constant_values=-1)
         self._free += range(num_seats - 1, old - 1, -1)
-        (
-            self.prompt_len, self.max_output, self.num_tokens, self.last_id, self.num_computed,
-            self.num_verified, self.num_released, self.num_blocks, self.room, self.num_published,
-            self.num_steps, self.adapter, self.is_plain, self.is_simple, self.gain_seat,
-        ) = self.numbers  # fmt: skip
+        for name, column in zip(_NAMES, self.numbers, strict=True):
+            setattr(self, name, column)
+
+
+_NAMES = tuple(Table.__annotations__)
+"""Of the columns, in the order of their lines."""
 
 
 @entry

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -139,15 +139,6 @@ class Exchange(Protocol):
 MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
 MAX_FILES = 256  # learned files in an engine's folder; the oldest go first
 MAX_HELD_TOKENS = 1_000_000  # in all reservoirs in memory and their layers
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer over the corpus `base`."""
-
-    corpus: Corpus
-    base: str | None
-    generation: int
 
 
 @dataclass(slots=True)
@@ -250,7 +241,6 @@ class TaskStore:
 
         # The engine's thread.
         self.gives_way = False
-        self.num_dropped = 0
         self._exchange = exchange
         self._calibrations = Calibrations(
             folder,
@@ -261,26 +251,24 @@ class TaskStore:
         self.calibrate = self._calibrations.calibrate
         self.observe = self._calibrations.observe
         self.seen = self._calibrations.seen
-        self._num_put = 0
         self._num_learned: dict[str, int] = {}
         self._opened: dict[Key, str | None] = {}
         self._generations: dict[str, int] = {}
         self._closed = False
 
         # The worker's.
-        self._jobs: SimpleQueue[tuple[Job, int]] = SimpleQueue()
+        self._jobs: Queue[Job] = Queue()
         self._has_ended = False
         self._reservoirs: OrderedDict[Key, Reservoir] = OrderedDict()
-        self.layers: dict[Key, Layer] = {}
+        self.layers: dict[Key, tuple[Wanted, Corpus]] = {}  # as it was wanted; over its corpus
         self._sizes: dict[Key, tuple[int, int]] = {}  # tokens held, outputs ever learned
         self._fresh: deque[Key] = deque()
         self._totals: deque[tuple[Key, Mapping[TableId, Counts]]] = deque()
-        self._num_done = 0
         self._next_build_s = 0.0
         self._gave_way_s = 0.0
         self._thread: threading.Thread | None = None
         if exchange is not None:
-            exchange.start(lambda arrival: self._jobs.put((partial(self._adopt, arrival), 0)))
+            exchange.start(lambda arrival: self._jobs.put(partial(self._adopt, arrival)))
 
     # -- calibration ------------------------------------------------------------------------
 
@@ -322,7 +310,6 @@ class TaskStore:
         persist: what the scope learns is written to disk, and read from there. rests: drafts do not
         pay there now, so that a new layer is not urgent."""
         if self._jobs.qsize() >= self._max_queued:
-            self.num_dropped += 1
             return
         key = (task, scope)
         self._opened[key] = corpus
@@ -338,9 +325,10 @@ class TaskStore:
         """The layer to draft from if it is built, else None: `poll` reports it soon."""
         key = (task, scope)
         generation = self._generations.get(task, 0)
-        layer = self.layers.get(key)
-        if layer is not None and layer.base == corpus and layer.generation == generation:
-            return layer.corpus
+        if key in self.layers:
+            wanted, layer = self.layers[key]
+            if (wanted.corpus, wanted.generation) == (corpus, generation):
+                return layer
         if key not in self._opened or self._opened[key] != corpus:
             # Of a new scope that is not on disk there is nothing to read: the worker would take the
             # cores of its first step.
@@ -397,7 +385,7 @@ class TaskStore:
     def due_ms(self) -> int | None:
         """Milliseconds until poll() has something to do; None for nothing."""
         due_ms = self._calibrations.due_ms()
-        if due_ms != 0 and self._num_put != self._num_done:
+        if due_ms != 0 and self._thread is not None and self._jobs.unfinished_tasks:
             return 50
         if self._exchange is not None and self._opened:  # something may have come from others
             return _LOOK_MS if due_ms is None else min(due_ms, _LOOK_MS)
@@ -421,20 +409,19 @@ class TaskStore:
         self._calibrations.flush()
         self._closed = True
         if self._thread is not None:
-            self._jobs.put((self._end, 1))
+            self._jobs.put(self._end)
             self._thread.join(30.0)
         if self._exchange is not None:
             self._exchange.close()
 
     def _put(self, job: Job) -> None:
-        """Let the worker do something, of which `due_ms` waits for the end."""
+        """Let the worker do something."""
         if self._closed:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="task-memory", daemon=True)
             self._thread.start()
-        self._num_put += 1
-        self._jobs.put((job, 1))
+        self._jobs.put(job)
 
     # -- files ------------------------------------------------------------------------------
 
@@ -449,16 +436,18 @@ class TaskStore:
         with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while not self._has_ended:
-            num = 0
+            is_idle = not any(r.is_due or r.num_unsaved for r in self._reservoirs.values())
+            job: Job | None = None
             try:
                 with contextlib.suppress(Empty):
-                    job, num = self._jobs.get(timeout=None if self._is_idle() else 0.05)
+                    job = self._jobs.get(timeout=None if is_idle else 0.05)
                     job()
                 if self._has_ended or self._jobs.empty():
                     self._tend()
             except Exception:
                 _log.exception("what a task learned could not be kept")
-            self._num_done += num
+            if job is not None:
+                self._jobs.task_done()
 
     def _end(self) -> None:
         """Write everything, then end."""
@@ -468,9 +457,6 @@ class TaskStore:
         """A corpus may have changed."""
         for reservoir in self._reservoirs.values():
             reservoir.rebuild()
-
-    def _is_idle(self) -> bool:
-        return not any(r.is_due or r.num_unsaved for r in self._reservoirs.values())
 
     def _open(self, wanted: Wanted) -> Reservoir:
         """The reservoir of a key, read from its file if it is not in memory."""
@@ -558,7 +544,7 @@ class TaskStore:
         return not waits
 
     def _held(self) -> int:
-        layers = (layer.corpus.automaton.num_states // 2 for layer in self.layers.values())
+        layers = (layer.automaton.num_states // 2 for _, layer in self.layers.values())
         return sum(layers) + sum(r.outputs.num_tokens for r in self._reservoirs.values())
 
     def _build(self, key: Key, reservoir: Reservoir) -> None:
@@ -576,7 +562,7 @@ class TaskStore:
         if len(reservoir.outputs) == 0:
             return
         layer = build_corpus(reservoir.outputs.examples(), base=base, fingerprint=fingerprint)
-        self.layers[key] = Layer(layer, wanted.corpus, wanted.generation)
+        self.layers[key] = wanted, layer
         now_s = time.monotonic()
         self._next_build_s = now_s + (now_s - began_s) / self._build_share
         self._fresh.append(key)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from server.engine.batch import DrawParams
-from server.grammar_text import grammar_text
 from server.types import Request, TokenLogprob
 from tests.fakes.fake_runner import FakeModel
 from tests.fakes.reference_sampler import draw, token_logprob
@@ -84,10 +83,7 @@ def one_token_loop(
     banned = np.asarray(sorted(ends) if s.min_tokens else [], np.int32)
     matcher = None
     if request.grammar is not None:
-        from llguidance import LLMatcher  # not there on the machine of loadtest/gpu_check.py
-
-        matcher = LLMatcher(grammar_tokenizer.reference, grammar_text(request.grammar), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
+        matcher = grammar_tokenizer.matcher(request.grammar)
     while True:
         if len(out.ids) >= s.max_tokens or len(tokens) >= max_model_len:
             out.finish_reason = "length"

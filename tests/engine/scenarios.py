@@ -11,8 +11,6 @@ import numpy as np
 
 from server.engine.draft import DrafterFactory
 from server.engine.engine import Engine
-from server.engine.grammar import GrammarCompiler
-from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.engine.plan import EngineSettings
 from server.engine.sequence import Sequence
 from server.engine.step_times import CostTable
@@ -373,10 +371,7 @@ def make_engine(
 ) -> tuple[Engine, FakeRunner]:
     grammars = None
     if work.grammar_tokenizer is not None:
-        from tests.engine.tiny_vocabularies import NO_PIECES  # needs llguidance
-
-        known = GrammarTokenizer(work.grammar_tokenizer.library, {}, NO_PIECES, lambda text: [])
-        grammars = GrammarCompiler(lambda: known, work.model.vocab_size)
+        grammars = work.grammar_tokenizer.compiler
         for _, request, _ in work.requests:  # so that arrivals stay at their steps
             if request.grammar is not None:
                 grammars.compile(request.grammar, request.scope).exception()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from server.engine.adapters import MAX_NAMES, OTHER_ADAPTERS, Vocabulary
+from server.engine.adapters import OTHER_ADAPTERS, Vocabulary
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
 from server.engine.plan import EngineSettings
@@ -190,13 +190,14 @@ def runner_bytes(engine: Engine) -> int:
     return int(states[-1]["num_bytes"])
 
 
-def test_figures_are_of_a_bounded_number_of_names() -> None:
-    engine, _, own = small(MAX_NAMES + 5, 2)
+def test_figures_are_of_a_bounded_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.engine.adapters.MAX_NAMES", 4)
+    engine, _, own = small(9, 2)
     for i, name in enumerate(own.models):
         engine.adapters.register(own.order(name), load=False)
         answers(engine, ask(f"r{i}", name))
     figures = engine.adapters.figures
-    assert len(figures) == MAX_NAMES + 1
+    assert len(figures) == 4 + 1
     others = figures[OTHER_ADAPTERS]
     assert others["num_requests"] == others["num_loads"] == 5
     assert sum(f["num_bytes"] for f in figures.values()) == sum(

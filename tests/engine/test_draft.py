@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,17 @@ from hypothesis import strategies as st
 
 from drafters import make_drafter
 from drafters.auto.drafter import AutoDrafter
+from drafters.base import Drafter
 from drafters.corpus import build_corpus
 from drafters.tree import DraftTree
-from server.engine.batch import Drawn
+from server.engine.batch import Float32
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.trees import Trees, checked
-from server.types import ModelInfo, SpeculationParams
+from server.types import SpeculationParams
 from tests.engine.requests import request_of
 from tests.fakes.fake_drafters import tree_of
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
 
 VOCAB = 50
@@ -112,44 +115,28 @@ def test_a_tree_that_cannot_be_verified_is_left_out_alone(tree: Any, fault: str)
         assert found.proposed(i, [])[0].token_ids.tolist() == [1, 2, 3]
 
 
-class Copies:
-    """Draws the id after each row's, around a circle of 7."""
+class Circle(FakeModel):
+    """Its likeliest id is the one after the last, around a circle of 7."""
 
-    info = ModelInfo(
-        name="fake", vocab_size=VOCAB, max_model_len=128, eos_token_ids=(0,), num_blocks=64,
-        block_size=8, device="cpu", dtype="float32", fingerprint="f",
-        max_num_seqs=4, max_num_batched_tokens=64,
-    )  # fmt: skip
+    def logits(self, row_hash: int, recent: SequenceOf[int] = ()) -> Float32:
+        """See FakeModel."""
+        return (np.arange(VOCAB) == recent[-1] % 7 + 1).astype(np.float32)
 
-    def launch(self, batch: Any) -> None:
-        """Note the step."""
-        self._batch = batch
 
-    def wait(self) -> Drawn:
-        """Its draws."""
-        ids = self._batch.token_ids[self._batch.draw_rows] % 7 + 1
-        num, none = ids.shape[0], np.zeros(0, np.int32)
-        nan = np.full(num, np.nan, np.float32)
-        return Drawn(ids, nan, np.zeros(num, np.int32), [()] * num, none.astype(np.float32), none,
-                     [], 0.01, 0.0)  # fmt: skip
-
-    def move_slots(self, src: Any, dst: Any) -> None:
-        """There is no KV."""
-
-    copy_blocks = move_slots
-
-    def close(self) -> None:
-        """There is no device."""
+def _engine(drafter: Drafter) -> Engine:
+    info = fake_info(vocab_size=VOCAB, eos_token_ids=(0,))
+    runner = FakeRunner(Circle(VOCAB, context=1), info)
+    return Engine(runner, {"d": drafter}, EngineSettings(max_num_seqs=4))
 
 
 def test_a_published_drafter_learns_from_the_nodes_that_were_verified() -> None:
     """Of ten that it proposes two are verified; its calibration hears of exactly these."""
     drafter = make_drafter("prompt")
-    engine = Engine(Copies(), {"prompt": drafter}, EngineSettings(max_num_seqs=4))
+    engine = _engine(drafter)
     engine.gain.choose = lambda seats, start, *_: np.minimum(  # type: ignore[method-assign]
         np.diff(start).astype(np.int64), 2
     )
-    prompt, drafts = [i % 7 + 1 for i in range(20)], SpeculationParams("prompt", 10)
+    prompt, drafts = [i % 7 + 1 for i in range(20)], SpeculationParams("d", 10)
     engine.submit(request_of("r", prompt, max_tokens=31, speculation=drafts))
     known: Any = drafter
     before, drafted, accepted = known.calibration.counts()["offers"].sum(axis=1), 0, 0
@@ -166,8 +153,8 @@ def test_auto_hears_how_many_nodes_of_its_two_trees_were_verified() -> None:
     """One is grown with the corpus and one without, until it is known which to follow."""
     corpus = build_corpus([([], [i % 7 + 1 for i in range(30)])] * 4, fingerprint="")
     drafter = AutoDrafter(corpus=corpus)
-    engine = Engine(Copies(), {"auto": drafter}, EngineSettings(max_num_seqs=4))
-    drafts = SpeculationParams("auto", 4)
+    engine = _engine(drafter)
+    drafts = SpeculationParams("d", 4)
     engine.submit(request_of("r", (9, 8), max_tokens=31, speculation=drafts))
     num_drafts = 0
     while engine.has_work:

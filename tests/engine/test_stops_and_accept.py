@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from drafters.tree import DraftTree
-from server.engine.commit import count_step, rejected_paths, sources_of
+from server.engine.commit import count_step, rejected_paths
 from server.engine.stops import StopMatcher
 from server.engine.trees import Trees, checked
 from server.types import StepCounts
@@ -28,13 +28,6 @@ def test_a_stop_string_is_found_across_tokens_and_inside_a_character() -> None:
 def test_ids_past_the_table_add_nothing() -> None:
     matcher = StopMatcher((b"ab",), TABLE, True)
     assert [matcher.push(t) for t in (1, 1000, 2)] == [None, None, b"ab"]
-
-
-def test_every_kept_token_names_the_source_of_its_draft() -> None:
-    names = ["prediction", "own", "own"]
-    assert sources_of([0, 2], 3, names) == ["prediction", "own", ""]
-    assert sources_of([0, 2], 2, names) == ["prediction", "own"]  # cut before the bonus
-    assert sources_of([], 1, []) == [""]
 
 
 def test_what_was_rejected_is_told_as_paths() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from random import Random
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.sequence import Sequence
-from server.engine.table import CHUNK, LACKS_ROOM, NUM_COLUMNS, Table, describe, scan
+from server.engine.table import NUM_COLUMNS, Table
 from tests.engine.requests import request_of
-from tests.engine.scenarios import drive, make_drafter, make_engine, random_workload
 from tests.profiles import examples
 
 
@@ -24,7 +20,6 @@ def sequence_in(table: Table) -> Sequence:
         max_model_len=64,
         table=table,
         eos_ids=frozenset({1}),
-        stop_table=None,
         root_key=b"",
     )
 
@@ -97,31 +92,3 @@ def test_a_seat_that_is_lost_is_found() -> None:
     sequence_in(table)
     with pytest.raises(AssertionError, match="lost"):
         table.check([])
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(st.integers(0, 2**48))
-def test_what_a_step_finds_by_columns_is_what_each_choice_says(seed: int) -> None:
-    """Of every state that random workloads pass through."""
-    work = random_workload(Random(seed))
-    engine, _ = make_engine(work, make_drafter(work, work.expected()))
-
-    def each_step(_: int) -> None:
-        table, running = engine.table, engine.scheduler.running
-        seats = np.array([s.seat for s in running], np.int32)
-        num = np.array([min(2, s.num_pending) for s in running], np.int32)
-        found, start, draws = (np.empty(len(running), np.int32) for _ in range(3))
-        every = scan(table.numbers, seats, found)
-        counts = describe(table.numbers, seats, num, start, draws)
-        prefill = 0
-        for i, sequence in enumerate(running):
-            pending, at = sequence.num_pending, sequence.num_computed
-            lacks = LACKS_ROOM if at >= sequence.room else 0
-            assert found[i] == (CHUNK if pending > 1 else lacks)
-            assert start[i] == at and draws[i] == (num[i] == pending)
-            prefill += num[i] if num[i] > 1 or at < sequence.prompt_len else 0
-            assert sequence.last_id == sequence.ids[sequence.num_tokens - 1]
-        assert every == np.bitwise_or.reduce(found, initial=0)
-        assert counts == (num.sum(), prefill, all(s.is_plain for s in running))
-
-    drive(work, engine, each_step)

@@ -401,8 +401,8 @@ def test_verifications_that_ends_of_others_bring_forward_do_not_pay() -> None:
     assert control.plan("p").uses_slice
 
 
-def test_nothing_measured_means_first_verify_every() -> None:
-    control = ExactControl(1000, max_verify_every=64, first_verify_every=8)
+def test_nothing_measured_means_8() -> None:
+    control = ExactControl(1000)
     control.add("p", 10, None)
     assert control.costs() is None
     assert (control.plan("p").verify_every, control.plan("p").uses_slice) == (8, True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -13,9 +15,11 @@ from tokenizers import Tokenizer
 
 from server import token_bytes
 from server.engine.batch import UInt32
+from server.engine.grammar import GrammarCompiler
 from server.engine.grammar_library import LibraryTokenizer
 from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
-from server.grammar_text import GRAMMAR_LIMITS
+from server.grammar_text import GRAMMAR_LIMITS, grammar_text
+from server.types import GrammarSpec
 from tests.fakes.token_table import table_of
 from vocab_store.enrichment import Enrichment
 
@@ -112,12 +116,29 @@ class _ReferenceMatcher:
         return self._inner.compute_ff_tokens()[:most]
 
 
-class BothTokenizers(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BothTokenizers:
     """The same ids for llguidance's Python classes, which the reference walks with, and for the
-    engine."""
+    engine. pieces: their bytes. Both keep what they have compiled."""
 
-    reference: LLTokenizer
+    pieces: tuple[bytes, ...]
     library: LibraryTokenizer
+    _reference: LLTokenizer
+    _matchers: dict[GrammarSpec, LLMatcher] = field(default_factory=dict)
+
+    def matcher(self, spec: GrammarSpec) -> LLMatcher:
+        """The reference's, before its first token."""
+        if spec not in self._matchers:
+            made = LLMatcher(self._reference, grammar_text(spec), log_level=0)
+            assert not made.is_error(), made.get_error()
+            self._matchers[spec] = made
+        return self._matchers[spec].deep_copy()
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        """The engine's. It is never closed."""
+        known = GrammarTokenizer(self.library, {}, NO_PIECES, lambda text: [])
+        return GrammarCompiler(lambda: known, len(self.pieces))
 
 
 def tokenizer_over(
@@ -139,4 +160,4 @@ def tokenizer_over(
         lambda text: greedy(text.encode()),
         (),
     )
-    return BothTokenizers(reference, library)
+    return BothTokenizers(tuple(token_bytes), library, reference)

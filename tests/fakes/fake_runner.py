@@ -156,7 +156,6 @@ class FakeRunner:
         self.step_s = step_s
         self.num_steps = 0
         self.num_rows = 0
-        self.num_moved = 0
         self.closed = False
         size = info.num_blocks * info.block_size
         rng = np.random.default_rng(99)
@@ -289,7 +288,6 @@ class FakeRunner:
         assert len(set(dst.tolist())) == dst.shape[0], "two moves into one slot"
         self._kv[dst] = self._kv[src]
         self._token_at[dst] = self._token_at[src]
-        self.num_moved += int(src.shape[0])
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Gather, then scatter whole blocks."""
