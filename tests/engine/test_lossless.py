@@ -136,7 +136,7 @@ def _run(
     return results
 
 
-@settings(max_examples=examples(3500), deadline=None, print_blob=True)
+@settings(max_examples=examples(5000), deadline=None, print_blob=True)
 @given(
     has_grammars=st.sampled_from((False, False, False, True, True)),
     seed=SEEDS,

@@ -65,7 +65,7 @@ def _alone(request: Request) -> list[int]:
     return results[request.request_id, 0].ids
 
 
-@settings(max_examples=examples(250), deadline=None, print_blob=True)
+@settings(max_examples=examples(400), deadline=None, print_blob=True)
 @given(st.integers(0, 2**48))
 def test_steps_that_follow_each_other_give_the_one_token_loop(seed: int) -> None:
     """Stops, ends, aborts, forks, chunks, logprobs and preemption between such steps."""
