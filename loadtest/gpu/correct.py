@@ -34,11 +34,10 @@ import numpy as np
 import torch
 import transformers
 
-from server.engine.batch import Batch, Drawn, DrawParams
+from server.engine.batch import Batch, Drawn
 from server.model.gpu.runner import TorchModel, TorchRunner
-from server.types import ModelInfo, SamplingParams
-
-BLOCK_SIZE = 16
+from server.types import ModelInfo
+from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, draw_params
 
 
 @dataclass(frozen=True)
@@ -139,12 +138,6 @@ CHAIN = 7
 """Nodes behind the root: eight rows, a bucket without padding."""
 
 
-def draw_params(**sampling: Any) -> tuple[DrawParams]:
-    """Of a batch whose rows draw all alike."""
-    none = np.empty(0, np.int32)
-    return (DrawParams(SamplingParams(**sampling), 0, none, none, none, none, 0),)
-
-
 def rows_of(
     token_ids: Sequence[int], start: int, targets: Sequence[int], *, is_chain: bool = False
 ) -> Batch:
@@ -154,31 +147,15 @@ def rows_of(
     node below the one before; else they are rows of a prompt.
     """
     num = len(token_ids)
-    rows, zeros = np.arange(num, dtype=np.int32), np.zeros(num, np.int32)
-    positions, depth = start + rows, rows if is_chain else zeros
-    num_blocks = -(-(start + num) // BLOCK_SIZE)
-    return Batch(
-        token_ids=np.asarray(token_ids, np.int32),
-        positions=positions,
-        seq_ids=zeros,
-        slots=positions,
-        prefix_len=positions - depth + 1,
-        path_start=zeros,
-        path_len=depth,
-        path_slots=positions[depth > 0],
-        block_tables=np.arange(num_blocks, dtype=np.int32)[None],
-        draw_rows=rows,
-        draw_params=zeros,
-        draw_parent=rows - 1 if is_chain else zeros - 1,
-        draw_positions=positions + 1,
-        draw_mask=zeros - 1,
-        params=draw_params(temperature=0.0),
-        score_rows=rows,
-        score_targets=np.asarray(targets, np.int32),
-        score_top=zeros + 1,
-        num_prefill_rows=0 if is_chain else num,
-        num_draft_rows=num - 1 if is_chain else 0,
-    )
+    table = Pages.Table([*range(-(-(start + num) // BLOCK_SIZE))], BLOCK_SIZE)
+    builder = BatchBuilder()
+    params, drawn = builder.add_params(draw_params()), -1
+    rows = builder.add_rows(table, token_ids[: 1 if is_chain else num], start)
+    rows += builder.add_tree(table, start, token_ids[len(rows) :], range(-1, num - len(rows) - 1))
+    for row, target in zip(rows, targets, strict=True):
+        drawn = builder.draw(row, params, drawn if is_chain else -1)
+        builder.score(row, target, 1)
+    return builder.build()
 
 
 def run(runner: TorchRunner, batch: Batch) -> Drawn:

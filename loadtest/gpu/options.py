@@ -70,9 +70,9 @@ def adapters(asked: Asked) -> Iterator[dict[str, Any]]:
     runner.close()
     runner = _runner(asked, build(SHAPES[asked.name], asked.device, asked.dtype))
     plain = run(runner, _prompt(asked)).score_logprobs
-    before = run(runner, _decoded(asked, None)).score_logprobs
     runner.hold_adapter(0, adapter)
     own = run(runner, replace(_prompt(asked), seq_adapters=np.zeros(1, np.int32))).score_logprobs
+    before = run(runner, _decoded(asked, None)).score_logprobs  # over the same keys as `after`
     mixed = _decoded(asked, [0, -1, 0, -1])
     after = run(runner, mixed).score_logprobs
     apart, moved = float(np.abs(own - merged).max()), float(np.abs(own - plain).max())
@@ -135,9 +135,9 @@ def own_tokens(asked: Asked) -> Iterator[dict[str, Any]]:
     scores = []
     for graphs in (False, True):
         runner = _runner(asked, build(SHAPES[asked.name], asked.device, asked.dtype), graphs=graphs)
-        before = run(runner, _decoded(asked, None)).score_logprobs
         runner.hold_adapter(0, adapter)
         own = run(runner, replace(prompt, seq_adapters=places[:1])).score_logprobs
+        before = run(runner, _decoded(asked, None)).score_logprobs
         drawn += [run(runner, step).token_ids.tolist() for step in (greedy, greedy, scored)]
         scores.append(run(runner, scored).score_logprobs)
         same = bool((scores[-1] == before)[1::2].all() and (scores[-1] != before)[::2].all())

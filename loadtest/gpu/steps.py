@@ -18,18 +18,18 @@ import numpy as np
 import torch
 
 from loadtest.gpu.correct import (
-    BLOCK_SIZE,
     SHAPES,
     Asked,
     Shape,
     build,
-    draw_params,
     runner_of,
     weight_bytes,
 )
 from server.engine.batch import Batch
 from server.model.gpu.attention import Kept
 from server.model.gpu.runner import TorchRunner
+from server.types import SamplingParams
+from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, draw_params
 
 MAX_ROWS = 2048
 KV_HEADROOM = 4 << 30  # bytes left for logits, activations and partial attention results
@@ -68,43 +68,18 @@ def blocks_needed(case: Case) -> int:
 
 def batch_of(case: Case, vocab_size: int) -> Batch:
     """The step of a case: all its rows, a draw from each (from a chunk's last alone)."""
-    n, per = case.num_seqs, case.rows
-    blocks = -(-(case.history + per) // BLOCK_SIZE)
-    order = np.random.default_rng(0).permutation(n * blocks).astype(np.int32)
-    tables = order.reshape(n, blocks)
-    seq_ids = np.repeat(np.arange(n, dtype=np.int32), per)
-    nth = np.tile(np.arange(per, dtype=np.int32), n)
-    at = case.history + nth
-    slots = tables[seq_ids, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-    depth = np.zeros_like(nth)
-    if case.kind == "tree":
-        depth[nth > 0] = (nth[nth > 0] - 1) % 4 + 1
-    paths = [slots[i - d + 1 : i + 1] for i, d in enumerate(depth.tolist())]
-    positions = case.history + depth if case.kind == "tree" else at
-    draw_rows = np.arange(n * per, dtype=np.int32)
-    if case.kind == "chunk":
-        draw_rows = draw_rows[-1:]
-    zeros = np.zeros_like(draw_rows)
-    sampled = {"temperature": 0.8, "top_p": 0.9} if case.kind == "sampled" else {"temperature": 0.0}
-    return Batch(
-        token_ids=np.random.default_rng(1).integers(0, vocab_size, n * per).astype(np.int32),
-        positions=positions,
-        seq_ids=seq_ids,
-        slots=slots,
-        prefix_len=positions - depth + 1,
-        path_start=(np.cumsum(depth) - depth).astype(np.int32),
-        path_len=depth,
-        path_slots=np.concatenate(paths),
-        block_tables=tables,
-        draw_rows=draw_rows,
-        draw_params=zeros,
-        draw_parent=zeros - 1,
-        draw_positions=positions[draw_rows] + 1,
-        draw_mask=zeros - 1,
-        params=draw_params(**sampled),
-        num_prefill_rows=n * per if case.kind == "chunk" else 0,
-        num_draft_rows=n * (per - 1) if case.kind == "tree" else 0,
-    )
+    pages, builder = Pages(blocks_needed(case)), BatchBuilder()
+    sampled = SamplingParams(temperature=0.8, top_p=0.9) if case.kind == "sampled" else None
+    params = builder.add_params(draw_params(sampled))
+    shape = case.num_seqs, case.rows
+    for ids in np.random.default_rng(1).integers(0, vocab_size, shape).tolist():
+        table = pages.sequence(case.history + case.rows)
+        rows = builder.add_rows(table, ids[: 1 if case.kind == "tree" else None], case.history)
+        parents = [i - 1 if i % 4 else -1 for i in range(case.rows - len(rows))]
+        rows += builder.add_tree(table, case.history, ids[len(rows) :], parents)
+        for row in rows[-1:] if case.kind == "chunk" else rows:
+            builder.draw(row, params)
+    return builder.build()
 
 
 def bandwidth(device: torch.device) -> float:

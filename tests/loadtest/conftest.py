@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from loadtest import figures
 from tests.json_lines import write_lines
-from tests.model.tiny_models import save_tiny
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -28,6 +28,12 @@ def write_sets(folder: Path, num: int, rows: Mapping[str, Callable[[int], Any]])
     return folder
 
 
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every interval: the usual number takes most of a report's time."""
+    monkeypatch.setattr(figures, "NUM_RESAMPLES", 500)
+
+
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     """Two data sets of four prompts each, "alpha" and "beta"."""
@@ -40,6 +46,8 @@ def data_dir(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A tiny model of one layer: its folder, and itself."""
+    from tests.model.tiny_models import save_tiny
+
     folder = tmp_path_factory.mktemp("model")
     return folder, save_tiny(folder, "llama", num_hidden_layers=1, max_position_embeddings=1024)
 

@@ -10,7 +10,7 @@ server.engine.batch defines:
 where a layer with sliding window W keeps the keys whose position is above positions[r] - W (the
 i-th of n path keys is at positions[r] - (n - 1 - i)). Softmax and sums are in float32.
 
-Two implementations, one contract, one parametrized test:
+Two implementations, one contract, tests on the same cases:
 - "torch": the reference. Any device; reads the keys of every row by themselves.
 - "triton": server.model.gpu.triton_kernels; tiles and splits planned by `plan_tiles` below.
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.model.gpu.needs import needs_triton
+from tests.profiles import share
 
 SMALLEST_SHARED_MEMORY = 99 << 10  # compute capability 8.6 and 8.9
 FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -98,8 +99,10 @@ LAUNCHES = {
     "t @ B, bf16": lambda: _adapters("t @ B", BF16),
     "delta": _delta_rows,
 }
-NEWER = {"chunk, bf16, Gemma's head": 90}
+NEWER = {"chunk, bf16, Gemma's head": 90, "decode and trees, bf16": 100}
 """Whose products are made in another way there; the others are compiled for 80."""
+AT_NIGHT = [("decode and trees, bf16", 80), ("chunk, fp32, many heads", 80), ("x @ A, fp32", 80)]
+"""What others come near to."""
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -143,7 +146,11 @@ def stack_bytes(made: Any, folder: Path) -> int:
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [*((name, NEWER.get(name, 80)) for name in LAUNCHES), ("decode and trees, bf16", 100)],
+    [
+        case
+        for case in [*((name, NEWER.get(name, 80)) for name in LAUNCHES), AT_NIGHT[0]]
+        if share() == 1 or case not in AT_NIGHT
+    ],
 )
 def test_a_kernel_compiles_for_a_gpu(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,6 @@
 """Adapters beside a base on TorchRunner: what PEFT computes, whatever stands beside it in a step.
 
-The products run here on their torch reference. The Triton half runs in the interpreter's process
-(tests/model/gpu/test_attention.py starts it).
+The products run on their torch reference, and on the kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tests.model import families
 from tests.model.batches import BatchBuilder, Pages
 from tests.model.families import tokens, truth
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
-from tests.model.gpu.needs import needs_interpreter, needs_peft, quiet
+from tests.model.gpu.needs import interpreted, needs_peft, quiet
 from tests.model.peft_adapters import lora, prompt_logprobs
 from tests.model.torch_runners import runner_over
 
@@ -124,27 +123,27 @@ def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
         assert torch.equal(got[17:20], alone[17:20]), "bits do not depend on neighbours"
 
 
-@needs_interpreter
+@interpreted
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.float16, 2e-2)])
-def test_triton_adds_adapters_as_the_reference(dtype: torch.dtype, atol: float) -> None:
+def test_the_kernel_adds_adapters_as_the_reference(dtype: torch.dtype, atol: float) -> None:
     check_kernels(dtype, atol, "cpu")
 
 
-@needs_interpreter
+@interpreted
 @needs_peft
 @quiet
-def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
+def test_a_graph_is_replayed_with_other_adapters(tmp_path: Path) -> None:
     """A graph is captured once; the next step's rows have other adapters, in other spans. Larger
     tables lie elsewhere, and are captured again."""
     for seed, rank in ((0, 4), (1, 3), (2, 20)):
         some: dict[str, Any] = {"r": rank, "target_modules": ["q_proj", "down_proj"]}
         lora(families.build("llama:1"), tmp_path / str(seed), seed, **some)
     runner, plain = made("llama:1", attention="triton"), made("llama:1")
-    graphs = FirstCalls(16, num_runs=0)
+    graphs = FirstCalls(4, num_runs=0)
     use_graphs(runner, graphs)
     packed = [plain.pack_adapter(str(tmp_path / str(seed))) for seed in range(3)]
     steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
-        ((4, 5, 3), (0, -1, 1)), ((3, 3, 4, 1), (1, 1, -1, 0)),
+        ((2, 1, 1), (0, -1, 1)), ((1, 1, 1, 1), (1, 1, -1, 0)),
     ]  # fmt: skip
     forgotten = []
     for place in range(3):
@@ -153,13 +152,13 @@ def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
         forgotten.append(graphs.num_forgotten)
         if place == 0:
             continue
-        for lengths, places in steps if place == 1 else [((5, 6), (2, 0))]:
+        for lengths, places in steps if place == 1 else [((2, 2), (2, 0))]:
             prompts = [tokens(num, num) for num in lengths]
             got, want = (prompt_logprobs(one, prompts, places) for one in (runner, plain))
             for own, other in zip(got, want, strict=True):
                 np.testing.assert_allclose(own, other, rtol=0, atol=1e-4)
     assert forgotten == [1, 2, 3] and graphs.num_captured == 2
-    assert graphs.keys == [GraphKey(16, 1, has_adapters=True)] * 3
+    assert graphs.keys == [GraphKey(4, 1, has_adapters=True)] * 3
     prompt_logprobs(runner, [tokens(3, 1)], None)
     assert graphs.keys[-1] == GraphKey(4, 1)
     runner.close()

@@ -31,7 +31,7 @@ def draw_all(batch: Batch, logits: Logits) -> list[int]:
     return sampler.draw(torch.from_numpy(logits.copy()), plan, tensors(plan)).tolist()
 
 
-@settings(max_examples=examples(1200), deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(cases())
 def test_both_samplers_draw_the_same_ids_as_the_reference(case: Case) -> None:
     batch, logits = case

@@ -34,7 +34,6 @@ from tests.model.slice_cases import (
     assert_likely,
     batch_of,
     cached,
-    check_neighbours,
     check_verify,
     check_where_nothing_is_allowed,
     ids_of,
@@ -148,10 +147,6 @@ def test_a_slice_is_the_full_head_restricted(
             assert [i for i, _ in got.top[d]] == [i for i, _ in want.top]
         else:
             assert np.isnan(got.logprobs[d]) and (got.ranks[d], got.top[d]) == (0, ())
-
-
-def test_neighbours_change_nothing(runner: TorchRunner, slices: list[HeadSlice]) -> None:
-    check_neighbours(runner, slices, 2e-4)
 
 
 def test_slabs_change_nothing() -> None:
@@ -359,9 +354,10 @@ def test_a_streamed_head_is_the_head(
     weight = torch.randn(160, 24, generator=generator).to(dtype)
     bias = torch.randn(160, generator=generator)
     hidden = torch.randn(5, 24, generator=generator).to(dtype)
-    head = LmHead(weight, bias, 150, is_streamed=True)
-    want = (product(hidden, weight) + bias)[:, :150]
-    torch.testing.assert_close(head.logits(hidden), want)
+    want = (product(hidden, weight) + bias)[:, :150]  # float32: rounded ones would make ties
+    for is_streamed in (True, False):
+        head = LmHead(weight, bias, 150, is_streamed=is_streamed)
+        torch.testing.assert_close(head.logits(hidden), want)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -415,7 +411,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_exact_is_full_and_a_slice_s_text_is_its_own(family: str, place: str) -> None:
     """Texts and finish reasons, with and without drafts, beside other modes, with too few blocks
     for all (preemption) and too few rows for all slices."""
-    want, _ = serve(make(families.build(family)), requests_of(0), max_num_seqs=1)
+    want, _ = serve(make(families.build(family)), requests_of(0))
     runner = make(families.build(family), place)
     rng = Random(7)
     missed = preempted = num_sliced = 0
@@ -429,7 +425,7 @@ def test_exact_is_full_and_a_slice_s_text_is_its_own(family: str, place: str) ->
         )
         preempted += engine.scheduler.num_preemptions
         sliced = [r for r in asked if r.vocabulary.mode == "slice"]
-        alone, _ = serve(runner, sliced, max_num_seqs=1)
+        alone, _ = serve(runner, sliced)
         assert_same(got, want | alone, 2e-4)
         num_sliced += len(alone)
         missed += sum(v.num_missed for result in got.values() for v in result.vocabulary)
