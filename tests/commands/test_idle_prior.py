@@ -14,6 +14,7 @@ import pytest
 
 from server.commands import idle_prior
 from server.commands.idle_prior import run_when_idle
+from server.machine import OtherProcesses
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="priors wait on Linux alone")
@@ -32,7 +33,7 @@ class _Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
         self.cores, self.file = 2.0, file
-        monkeypatch.setattr(idle_prior.OtherProcesses, "cores", lambda _: self.cores)
+        monkeypatch.setattr(OtherProcesses, "cores", lambda _: self.cores)
         monkeypatch.setattr(idle_prior, "available_memory", lambda: 64 << 30)
         monkeypatch.setattr(idle_prior, "_LOOK_S", 0.01)
 

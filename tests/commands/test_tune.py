@@ -19,7 +19,6 @@ import pytest
 from drafters.corpus import Corpus
 from server import token_bytes
 from server.commands.cli import main
-from server.commands.tasks import OtherProcesses
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, Taken, best_of, corpus_fit, within
 from server.commands.tune_data import Progress, RecordOptions, TaskFile, Tuning, is_held
@@ -29,6 +28,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.errors import ConfigError
+from server.machine import OtherProcesses
 from server.types import SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from tests.api.tiny_tokenizers import byte_level_tokenizer
