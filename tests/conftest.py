@@ -68,16 +68,16 @@ def _write_bytecode() -> None:
 
 
 # The longest files come first, so that no process is left alone with one of them at the end of a
-# parallel run. Then the folders where few tests
-# take long: they start servers, commands and other people's clients, or compile.
+# parallel run. Then the folders where few tests take long: they start servers, commands and other
+# people's clients, or compile.
 _FIRST = (
-    "fleet/test_ray.py", "model/gpu/test_attention.py", "setup/test_first_hour.py",
-    "model/test_masked_distribution.py", "api/test_isolation.py", "model/test_hf_equality.py",
-    "loadtest/test_load.py", "setup/test_readme_runs.py", "commands/test_tune.py",
-    "model/cpu/test_generic.py", "fuzz/test_fuzz.py", "api/test_timeouts.py",
-    "api/test_end_to_end.py", "api/test_lifecycle.py", "api/test_attacks_chat.py",
-    "fleet/test_fleet_page.py", "setup/test_examples.py", "api/test_faults.py",
-    "drafters/test_machine_code.py", "setup/test_serve.py",
+    "fleet/test_ray.py", "model/cpu/integers/test_kernels.py", "fleet/test_fleet_page.py",
+    "engine/test_lossless.py", "setup/test_first_hour.py", "model/gpu/test_attention.py",
+    "model/test_masked_distribution.py", "drafters/test_machine_code.py",
+    "model/cpu/test_generic.py", "model/gpu/test_ahead_of_time.py", "setup/test_serve.py",
+    "commands/test_tune.py", "api/test_timeouts.py", "model/test_gguf_families.py",
+    "commands/test_make.py", "api/test_attacks_chat.py", "model/gpu/test_slices.py",
+    "model/cpu/test_family_engines.py", "api/test_faults.py", "setup/test_readme_runs.py",
 )  # fmt: skip
 _LONG = (
     "setup", "conformance", "docker", "monitoring", "loadtest", "commands", "training", "fleet",

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token
 from pydantic import SecretStr
 
-from server.commands.idle_prior import make_priors
 from server.commands.options import DEFAULT_MODEL, WEIGHTS_HELP, Dtype, WeightsForm
 from server.commands.own_engine import check_places, model_name
 from server.config import (
@@ -194,6 +193,7 @@ def serve(
         waiting = [EngineProcess(_IMPORTS) for model in config.models for _ in model.devices]
         from server import logs
         from server.api.serving import check_certificate, listen
+        from server.commands.idle_prior import make_priors
         from server.wiring.model import ready_folder
         from server.wiring.server import plan_server, run_server
 

@@ -325,10 +325,9 @@ class TaskStore:
         """The layer to draft from if it is built, else None: `poll` reports it soon."""
         key = (task, scope)
         generation = self._generations.get(task, 0)
-        if key in self.layers:
-            wanted, layer = self.layers[key]
-            if (wanted.corpus, wanted.generation) == (corpus, generation):
-                return layer
+        known = self.layers.get(key)  # the worker may take it out meanwhile
+        if known is not None and (known[0].corpus, known[0].generation) == (corpus, generation):
+            return known[1]
         if key not in self._opened or self._opened[key] != corpus:
             # Of a new scope that is not on disk there is nothing to read: the worker would take the
             # cores of its first step.

@@ -460,7 +460,7 @@ class _Times:
             lambda: Machine(self.busy + 7, 3, self.all - self.busy - 15, 5, 7, 3),
         )
         process = SimpleNamespace(cpu_times=lambda: Own(self.own, 0.0))
-        monkeypatch.setattr("psutil.Process", lambda: process)
+        monkeypatch.setattr("psutil.Process", lambda pid: process)
 
 
 def test_what_others_use_is_told_from_what_this_process_uses(
