@@ -36,14 +36,17 @@ core at least, what a server and a desktop do while they wait a few percent."""
 _MEMORY = 4 << 30
 """Bytes that must be free: the larger of the models takes 3.3 GB in training."""
 
-# It ends with the server, halted or not (PR_SET_PDEATHSIG is 1), and runs when no other process of
-# the server's session wants a core. Both come before what takes time to import.
+# It ends with the server, halted or not (PR_SET_PDEATHSIG is 1), runs when no other process of the
+# server's session wants a core, and is the first to end where memory does. All of it comes before
+# what takes time to import.
 _CHILD = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+with open("/proc/self/oom_score_adj", "w") as file:
+    file.write("1000")
 from server.commands.cli import main
 sys.exit(main(sys.argv[2:]))
 """

@@ -125,6 +125,7 @@ def test_the_command_gets_only_what_others_leave_and_dies_with_a_killed_server(
         wait_until(is_idle)
         (child,) = found
         assert child.cmdline()[-3:] == ["models", "prior", str(shallow)]
+        wait_until(lambda: Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n")
         child.send_signal(signal.SIGSTOP)
         server.kill()
         server.wait()
