@@ -314,7 +314,7 @@ class AutoSession(TextSession):
         if not self._settled:
             self._retrieve(drafter)
         limits: Limits = (budget, max_depth, drafter.min_survival)  # type: ignore[assignment]
-        follows = drafter.follows_corpus
+        follows = not drafter.has_corpus or drafter.follows_corpus
         tree = self._grow(drafter, limits, follows)
         self._grown = ()
         if drafter.has_corpus and drafter.learn:
