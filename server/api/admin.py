@@ -573,23 +573,13 @@ class TaskRoutes:
     async def _serve(self, tasks: Mapping[str, TaskConfig]) -> None:
         """`follow`, and the engines make drafters anew for them."""
         self.follow(tasks)
-        await self._tell_engines("drafters_reload", None)
+        await self._client.tell("drafters_reload", None)
 
     def _note_sizes(self) -> None:
         sizes = {name: self._corpus(task) for name, task in self._catalog.tasks.items()}
         self._metrics.corpus_sizes(
             {name: 0 if size is None else size.tokens for name, size in sizes.items()}
         )
-
-    async def _tell_engines(self, control: str, payload: Any) -> bool:
-        """Whether all engines did it. An engine that is not ready will read the new state."""
-        ready = [e["name"] for e in self._client.engines() if e["state"] == "ready"]
-        answers = await self._client.ask(ready, control, payload, REPORT_TIMEOUT_S)
-        problems = {name: problem_of(answer) for name, answer in answers.items()}
-        for name, problem in problems.items():
-            if problem:
-                log.warning("engine %s did not do %s: %s", name, control, problem)
-        return not any(problems.values())
 
     async def _report(self, task: TaskConfig) -> _Report:
         """What the engines of a task's model know of it, summed. Engines that do not answer in
@@ -676,7 +666,7 @@ class TaskRoutes:
         async def delete_corpus(task: str) -> Response:
             admin, name = self._need_admin(), self._find(task).name
             # First the engines, which write what they have learned; then the files of all engines.
-            if not await self._tell_engines("task_forget", {"task": name}):
+            if not await self._client.tell("task_forget", {"task": name}):
                 raise EngineError("An engine did not forget what it learned. Try again.")
             with _refused("The corpus was not deleted"):
                 tasks = await admin.delete(name)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("tailor.server")
 
 IDLE_S = 120.0
-_LOOK_S = 0.5
+_WAIT_S, _LOOK_S = 2.0, 0.5
+"""Between looks (0.4 ms) before it has begun, which may be all of a server's life, and after."""
 _CALM_S = 5.0
 """After the last sign of other work, what was halted waits so long before it goes on."""
 _BUSY_CORES = 0.3
@@ -73,9 +74,8 @@ async def make_priors(
         if status:
             log.warning("%s: its prior was not made; `tailor models prior` says why", model)
             return
-        ready = [one["name"] for one in client.engines() if one["state"] == "ready"]
-        await client.ask(ready, "drafters_reload", None, 10.0)
-        log.info("%s: its prior is there, and is drafted with from now on", model)
+        if await client.tell("drafters_reload", None):
+            log.info("%s: its prior is there, and is drafted with from now on", model)
 
 
 async def run_when_idle(model: str, command: Sequence[str], idle_s: float) -> int:
@@ -86,8 +86,9 @@ async def run_when_idle(model: str, command: Sequence[str], idle_s: float) -> in
     try:
         while True:
             others = OtherProcesses(but=None if process is None else process.pid)
-            await asyncio.sleep(_LOOK_S)
-            quiet_s = 0.0 if others.cores() > _BUSY_CORES else quiet_s + _LOOK_S
+            pause_s = _WAIT_S if process is None else _LOOK_S
+            await asyncio.sleep(pause_s)
+            quiet_s = 0.0 if others.cores() > _BUSY_CORES else quiet_s + pause_s
             if process is None:
                 if quiet_s >= idle_s and available_memory() > _MEMORY:
                     log.info(
@@ -101,7 +102,7 @@ async def run_when_idle(model: str, command: Sequence[str], idle_s: float) -> in
                     )  # fmt: skip
             elif process.returncode is not None:
                 return process.returncode
-            elif halted != (quiet_s < min(_CALM_S, idle_s)):
+            elif halted != (quiet_s < _CALM_S):
                 halted = not halted
                 process.send_signal(signal.SIGSTOP if halted else signal.SIGCONT)
     finally:

@@ -214,7 +214,8 @@ def serve(
                     name="hello",
                     daemon=True,
                 ).start()
-            beside.append(asyncio.create_task(make_priors(_priors(config, client), client)))
+            if config.engine.idle_prior == "auto":
+                beside.append(asyncio.create_task(make_priors(_priors(config, client), client)))
 
         beside: list[asyncio.Task[None]] = []  # a loop alone holds no task; its end cancels them
         return run_server(plan, listener, on_ready=on_ready, processes=waiting)
@@ -228,8 +229,7 @@ def _priors(config: ServerConfig, client: EngineClient) -> dict[str, Path]:
     return {
         model.path: prior_file(info.fingerprint)
         for model in config.models
-        if config.engine.idle_prior == "auto"
-        and model.path in BUILT_IN
+        if model.path in BUILT_IN
         and "cpu" in model.devices
         and model.adapter is None
         and (info := client.info(model.name)) is not None

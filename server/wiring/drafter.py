@@ -52,8 +52,7 @@ class CorpusFiles:
         key = f"{fingerprint} {path}"
         stamp: tuple[int, ...] = ()
         with contextlib.suppress(OSError):
-            stat = os.stat(path)
-            stamp = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+            stamp = stamp_of(path)
         known = self._known.get(key)
         if known is None or known[0] != stamp:
             try:
@@ -185,6 +184,12 @@ def model_fingerprint(fingerprint: str) -> str:
     """A model's fingerprint without the storage types of weights and KV cache, which hardly change
     what it says next."""
     return fingerprint.partition(":")[0]
+
+
+def stamp_of(path: str | Path) -> tuple[int, ...]:
+    """Another one where the file was replaced or written. Raises OSError."""
+    stat = os.stat(path)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def content_id(path: Path) -> str:

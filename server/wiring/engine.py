@@ -9,7 +9,6 @@ import functools
 import gc
 import hashlib
 import logging
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,13 @@ from server.types import (
     VocabularyParams,
     adapter_of,
 )
-from server.wiring.drafter import WARM_UP, CorpusFiles, make_task_drafter, model_fingerprint
+from server.wiring.drafter import (
+    WARM_UP,
+    CorpusFiles,
+    make_task_drafter,
+    model_fingerprint,
+    stamp_of,
+)
 from server.wiring.model import table_file
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds
@@ -165,12 +170,11 @@ class ProfileFiles:
         self._table = table
         self._eos_token_ids = tuple(eos_token_ids)
         self._required: RequiredIds | None = None
-        self._loaded: dict[str, tuple[tuple[int, int], VocabProfile]] = {}
+        self._loaded: dict[str, tuple[tuple[int, ...], VocabProfile]] = {}
 
     def __call__(self, name: str) -> VocabProfile:
         """The profile in a file. Raises VocabStoreError (a ValueError) or OSError."""
-        found = os.stat(name)
-        stamp = (found.st_mtime_ns, found.st_size)
+        stamp = stamp_of(name)
         known = self._loaded.get(name)
         if known is not None and known[0] == stamp:
             return known[1]
@@ -276,10 +280,9 @@ class _PriorFile:
 
         file = prior_file(self._fingerprint)
         try:
-            stat = file.stat()
+            stamp = stamp_of(file)
         except OSError:
             return None
-        stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns
         if stamp == self._known[0]:
             return self._known[1]
         found = None

@@ -35,7 +35,8 @@ class _Machine:
         self.cores, self.file = 2.0, file
         monkeypatch.setattr(OtherProcesses, "cores", lambda _: self.cores)
         monkeypatch.setattr(idle_prior, "available_memory", lambda: 64 << 30)
-        monkeypatch.setattr(idle_prior, "_LOOK_S", 0.01)
+        for name, seconds in {"_WAIT_S": 0.01, "_LOOK_S": 0.01, "_CALM_S": 0.1}.items():
+            monkeypatch.setattr(idle_prior, name, seconds)
 
     def run(self, num_ticks: int) -> asyncio.Task[int]:
         command = [sys.executable, "-c", _TICKS, str(self.file), str(num_ticks)]
@@ -106,6 +107,7 @@ from pathlib import Path
 from server.commands import idle_prior
 idle_prior.OtherProcesses.cores = lambda self: 0.0
 idle_prior.available_memory = lambda: 64 << 30
+idle_prior._CALM_S = 0.0
 asyncio.run(idle_prior.make_priors({sys.argv[1]: Path(sys.argv[2])}, None, idle_s=0.0))
 """
 

@@ -58,6 +58,8 @@ _QUIET_S = 2.0
 _FRESH_S = 0.01
 """What engines told so shortly ago is not asked again."""
 _FIGURES_S = 1.0
+_TOLD_S = 10.0
+"""An engine that has not done what it was told after so long did not do it."""
 _STOP_S = 10.0
 """An engine that was told to end is killed after so long."""
 
@@ -619,6 +621,16 @@ class EngineClient:
 
         answers = await asyncio.gather(*map(one, engines))
         return dict(zip(engines, answers, strict=True))
+
+    async def tell(self, name: str, payload: Any) -> bool:
+        """Whether all engines did it. An engine that is not ready will read the new state."""
+        ready = [slot.spec.name for slot in self.slots if slot.state == "ready"]
+        answers = await self.ask(ready, name, payload, _TOLD_S)
+        problems = {engine: problem_of(answer) for engine, answer in answers.items()}
+        for engine, problem in problems.items():
+            if problem:
+                log.warning("engine %s did not do %s: %s", engine, name, problem)
+        return not any(problems.values())
 
     async def ask_figures(self) -> None:
         """Have the engines tell the metrics how they are; those that are busy for longer keep what
