@@ -128,11 +128,11 @@ def test_a_context_forgets_and_the_table_is_bounded() -> None:
 
 def test_a_growing_table_keeps_what_it_holds() -> None:
     table = LikelyTable()
-    for token in range(700):
+    for token in range(2000):
         note_row(table, [token], {token + 1: 0.5})
-    assert table.keys.shape[0] > 700
-    kept = [held(table, token).get(token + 1) for token in range(700)]
-    assert sum(share is not None for share in kept) > 680
+    assert table.keys.shape[0] > 2000
+    kept = [held(table, token).get(token + 1) for token in range(2000)]
+    assert sum(share is not None for share in kept) > 1950
 
 
 def _recordings(seed: int, num: int) -> list[Recording]:
