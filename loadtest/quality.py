@@ -31,8 +31,9 @@ those of the full head, and exact match, word F1, ROUGE-L, JSON fields and (with
 and chrF of both against the gold answers. "Static only" asks for the full head with
 `allowed_token_ids`: a server always adds the prompt's ids to a slice.
 
-`adapters`: two adapters of one recipe, in base ids and in own tokens. Both answer the same test
-prompts greedily, merged into the model, one after the other in this process. Reported of each: the
+`adapters`: two adapters of one recipe, in own tokens and in base ids (a second seed without --base:
+the first alone). Both answer the same test prompts greedily, merged into the model, one after the
+other in this process. Reported of each: the
 share of exact answers and word F1, with the paired difference and its 95 % bootstrap interval (of
 answers "intent: I, slot fills: {slot: value, ...}" also the share of right intents and the mean F1
 of an answer's slots; exact is then the joint accuracy); ids of a prompt and of an answer, its base
@@ -558,8 +559,8 @@ class AdapterOptions:
 
     train: Annotated[Path, Parameter(help="for the corpus and the tokens")]
     test: Path
-    base: Annotated[Path, Parameter(help="the adapter in base ids")]
-    enriched: Annotated[Path, Parameter(help="the one with tokens of its own")]
+    enriched: Annotated[Path, Parameter(help="the adapter with tokens of its own")]
+    base: Annotated[Path | None, Parameter(help="the one in base ids, to compare with")] = None
     model: str = DEFAULT_MODEL
     prompts: Annotated[int | None, Parameter(help="only the first N test prompts")] = None
     tokens: Annotated[int, Parameter(help="most ids of an answer")] = 64
@@ -656,6 +657,8 @@ def adapters(*, options: AdapterOptions, results: ResultOptions = _RESULTS) -> i
     for name, adapter, own in (
         ("base", options.base, None), ("enriched", options.enriched, enrichment),
     ):  # fmt: skip
+        if adapter is None:
+            continue
         answers = ask(options, adapter, tests)
         scored[name] = scores([one.text for one in answers], golds)
         prompts = [prompt for prompt, _ in spelled(tests, own)]
@@ -665,11 +668,12 @@ def adapters(*, options: AdapterOptions, results: ResultOptions = _RESULTS) -> i
         judged = {metric: asdict(estimate(each)) for metric, each in scored[name].items()}
         found[name] = judged | figures(answers, own) | {"passes": passes}
         print(name, found[name], flush=True)
-    found["difference"] = {
-        metric: asdict(estimate(np.subtract(each, scored["base"][metric]).tolist()))
-        for metric, each in scored["enriched"].items()
-    }
-    print("enriched - base", found["difference"], flush=True)
+    if "base" in scored:
+        found["difference"] = {
+            metric: asdict(estimate(np.subtract(each, scored["base"][metric]).tolist()))
+            for metric, each in scored["enriched"].items()
+        }
+        print("enriched - base", found["difference"], flush=True)
     emit("quality adapters", {"model": options.model, "prompts": len(tests), **found}, results.json)
     return 0
 

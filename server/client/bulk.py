@@ -64,8 +64,9 @@ class AnswerFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        # While it is held: whoever takes it then sees that its file is gone, and tries anew.
         Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
 
     def take_up(self, key_of: Callable[[int], str | None]) -> dict[int, dict[str, Any]]:
         """The answered records of an earlier run by line; they alone stay in the file.

@@ -60,10 +60,18 @@ def _check_device(_: Any, device: str) -> None:
     check_device(device)
 
 
+def _check_output(_: Any, output: Path) -> None:
+    if not output.parent.is_dir():  # told before the work, not after it
+        raise ValueError(f"{output.parent}: no such folder")
+
+
 Device = Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)", validator=_check_device)]
 Threads = Annotated[int | None, bounded("CPU threads", gte=1)]
 PromptField = Annotated[str, Parameter(help="where the prompt is (prompt)")]
-OutputFile = Annotated[Path, Parameter(name=("--output", "-o"), help="the file that is written")]
+OutputFile = Annotated[
+    Path,
+    Parameter(name=("--output", "-o"), help="the file that is written", validator=_check_output),
+]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -387,9 +387,8 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _rows_for_all(self) -> EngineConfig:
-        rows = self.max_num_batched_tokens
-        least = self.max_num_seqs or DEFAULT_SEQS["cpu"]
-        if rows is not None and rows < least:
+        rows, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if rows is not None and seqs is not None and rows < seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         return self
 

@@ -51,6 +51,9 @@ from vocab_store.slice_cache import Placement, SliceCacheIndex
 
 _log = logging.getLogger(__name__)
 
+NO_PROFILE = "profile_unreadable"
+"""The code of a request whose task's profile cannot be read: the server's fault."""
+
 ProfileSource = Callable[[str], VocabProfile]
 """Reads a profile by the name that a request gives (its file). Raises ValueError or OSError."""
 
@@ -307,10 +310,16 @@ class SliceBook:
             return None
         if self._runner is None or self._profiles is None:
             return "vocabulary slices are not available on this device", "unsupported_parameter"
+        if asked.profile is None:
+            return (
+                f"vocabulary.mode: {asked.mode} needs a profile; the task has none",
+                "invalid_value",
+            )
         try:
-            self._found = self._profile(asked)
-        except (ValueError, OSError) as error:
-            return f"vocabulary profile: {str(error)[:200]}", "invalid_value"
+            self._found = self._profile(asked, asked.profile)
+        except (ValueError, OSError) as error:  # whose words may name the server's folders
+            _log.error("vocabulary profile %s: %s", asked.profile, error)
+            return "The task's vocabulary profile cannot be read.", NO_PROFILE
         return None
 
     def open(self, request: Request) -> SequenceHead | None:
@@ -346,11 +355,10 @@ class SliceBook:
             proposes=asked.mode == "slice",
         )
 
-    def _profile(self, asked: VocabularyParams) -> tuple[VocabProfile, str, VocabSlice]:
+    def _profile(self, asked: VocabularyParams, name: str) -> tuple[VocabProfile, str, VocabSlice]:
         """(profile, key of T, T). The key names the version, so running requests keep theirs."""
-        if self._profiles is None or asked.profile is None:
-            raise ValueError("the task has none")
-        profile = self._profiles(asked.profile)
+        assert self._profiles is not None
+        profile = self._profiles(name)
         if profile.slice.num_ids and int(profile.slice.ids[-1]) >= self._vocab_size:
             raise ValueError("it holds ids that the model never draws")
         if asked.mode == "slice":

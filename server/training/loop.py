@@ -54,7 +54,6 @@ class TrainOptions:
     rows_learning_rate: float = 3e-3
     warm_up: float = 0.03
     spell_out: float = 0.05
-    weight_decay: float = 0.0
     time_limit_s: float | None = None
     validations: int = 10
     save_every_s: float = 120.0
@@ -230,7 +229,7 @@ class _Run:
                 )
                 if params
             ],
-            weight_decay=options.weight_decay,
+            weight_decay=0.0,
             fused=True,
         )  # fmt: skip
         self._file = folder / CHECKPOINT

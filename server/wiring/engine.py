@@ -399,6 +399,8 @@ def _warm_up(
 ) -> None:
     """Run a short request with each drafter and each profile: what is imported, loaded or copied on
     first use is ready before the engine is. The prefix cache is emptied after it."""
+    from server.engine.slices import NO_PROFILE
+
     for name in drafters:
         if name != "off":
             make_drafter(name)
@@ -424,8 +426,7 @@ def _warm_up(
         for delta in deltas:
             if delta.finish_reason != "error":
                 continue
-            if vocabulary.profile is None or delta.error_code != "invalid_value":
-                raise ModelError(f"{engine.info.name} cannot be run: {delta.error}")
             # An engine that starts again: the file was there when the server read its tasks.
-            log.warning("%s: %s", vocabulary.profile, delta.error)
+            if delta.error_code != NO_PROFILE:
+                raise ModelError(f"{engine.info.name} cannot be run: {delta.error}")
     engine.pool.drop_cache()

@@ -122,6 +122,8 @@ def test_a_command_line_of_another_server_is_told_what_to_write(
             ["--limit=0", "--concurrency=0", "--max-tokens=0", "--temperature=3", "--seed=-1"],
         ),
         ("tasks enrich --data d -o o", ["--tokens=0", "--n-max=1", "--alpha=nan", "--least=-1"]),
+        ("tasks enrich --data d", ["--output=none/o"]),
+        ("vocab profile --data d", ["--output=none/o"]),
         ("run --task t --data d -o o", ["--concurrency=0", "--retries=-1", "--max-tokens=0"]),
         ("vocab profile --data d -o o", ["--tolerance=nan", "--tolerance=2"]),
         ("complete --task t p", ["--temperature=nan", "--max-tokens=0"]),
@@ -335,6 +337,8 @@ def test_engine_options() -> None:
     many = _config("--max-num-seqs", "1024")
     assert many.engine.sizes("cpu").max_num_batched_tokens == 1024
     assert many.engine.sizes("cuda:1").max_num_batched_tokens == 8192
+    few = _config("--max-num-batched-tokens", "32")  # fewer than sequences by default
+    assert few.engine.sizes("cpu").max_num_seqs == 32
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_what_cannot_be_done_is_said(
     shared = ["--model", str(folder)]
     cases = [
         (["tasks", "enrich", *shared, "--data", str(short), "-o", out], "20 are needed"),
-        (["tasks", "enrich", *shared, "--data", str(data), "-o", f"{data}/x"], "Not a directory"),
+        (["tasks", "enrich", *shared, "--data", str(data), "-o", str(tmp_path)], "Is a directory"),
         (["tasks", "train", *shared, "--data", str(data), "-o", str(tmp_path / "a"),
           "--enrichment", str(data)], "no enrichment"),
         (["tasks", "analyze", *shared, "--data", str(tmp_path / "none")], "No such file"),

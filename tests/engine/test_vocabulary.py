@@ -19,7 +19,7 @@ from drafters.tree import DraftTree
 from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.engine.slices import ExactControl
+from server.engine.slices import NO_PROFILE, ExactControl
 from server.types import Delta, Request, SpeculationParams, VocabularyParams
 from server.wiring.engine import _warm_up as warm_up
 from tests.engine.one_token_loop import one_token_loop
@@ -313,6 +313,16 @@ def test_refusals() -> None:
     engine.submit(replace(_request((5,), "slice", 0), vocabulary=VocabularyParams("slice")))
     (delta,) = engine.take_deltas()
     assert delta.error_code == "invalid_value" and "the task has none" in str(delta.error)
+
+    class Gone(dict[str, VocabProfile]):
+        def __missing__(self, name: str) -> VocabProfile:
+            raise FileNotFoundError(2, "No such file", f"/srv/tasks/{name}.vocab")
+
+    without, _ = _engine(model, Gone())
+    without.submit(_request((5,), "exact", 0))
+    (delta,) = without.take_deltas()
+    assert delta.error_code == NO_PROFILE  # no code of a request's: the server is at fault
+    assert delta.error is not None and "/srv" not in delta.error
 
     class WholeHeads:
         """A Runner that is no SlicingRunner."""
