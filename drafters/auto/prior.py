@@ -26,7 +26,7 @@ from drafters.array_file import ArrayFileError, ArrayFormat, Column
 from drafters.arrays import Float32, Float32x2, Int32, Int32x2
 from drafters.jit import borrowing, entry, inlined
 
-WIDTH = 96
+WIDTH = 192
 """Numbers of a state: a constant of the compiled product."""
 LANES = 16  # outputs come in such groups
 MOST_FOLLOWED = 4
@@ -40,7 +40,7 @@ Int16 = npt.NDArray[np.int16]
 
 FORMAT = ArrayFormat(
     "prior of a model",
-    1,
+    2,
     {
         "ids": Column("int32", ("outputs",), low=-1, high="vocabulary"),
         "project": Column("float32", ("hidden", WIDTH)),

@@ -1,6 +1,6 @@
 """The prior of a model that Tailor brings, made while the machine has nothing else to do.
 
-`tailor models prior` takes every core for some ten minutes, once a model and machine. A server runs
+`tailor models prior` takes two cores for half an hour, once a model and machine. A server runs
 it by itself once nobody has used the cores for IDLE_S, in a process that gets only what is left of
 them, and halts that process whenever somebody uses them: a request of this server, a build, another
 server that is measured beside it. The engines draft with the prior when it is there.
@@ -34,8 +34,8 @@ _CALM_S = 5.0
 _BUSY_CORES = 0.3
 """Work of others, in cores, from which on the machine is in use: a request's tokens take a whole
 core at least, what a server and a desktop do while they wait a few percent."""
-_MEMORY = 4 << 30
-"""Bytes that must be free: the larger of the models takes 3.3 GB in training."""
+_MEMORY = 5 << 30
+"""Bytes that must be free: the larger of the models takes 4.6 GB in training."""
 
 # It ends with the server, halted or not (PR_SET_PDEATHSIG is 1), runs when no other process of the
 # server's session wants a core, and is the first to end where memory does. All of it comes before

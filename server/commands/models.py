@@ -165,13 +165,13 @@ def prior(
     /,
     *,
     tokens: Annotated[
-        int, bounded("of the model's own texts that it is learned from (200000)", gte=1)
-    ] = 200_000,
+        int, bounded("of the model's own texts that it is learned from (750000)", gte=1)
+    ] = 750_000,
     text: Annotated[
         Path | None,
         Parameter(metavar="FILE", help="learn from this text instead; none of it is kept"),
     ] = None,
-    steps: Annotated[int, bounded("of training (3000)", gte=1)] = 3000,
+    steps: Annotated[int, bounded("of training (6000)", gte=1)] = 6000,
     threads: Threads = None,
     seed: Annotated[int, bounded("of what is drawn (0)", gte=0)] = 0,
 ) -> int:
@@ -205,13 +205,13 @@ def prior(
             parts = [served.tokenizer.encode(part).ids for part in whole.split("\n\n")]
             texts = list(read_texts(runner, parts, bar))
         file, fingerprint = prior_file(runner.info.fingerprint), runner.info.fingerprint
+        num = sum(one.ids.shape[0] for one in texts)
         try:
             made = fit(texts, embeddings_of(runner), num_steps=steps, seed=seed, progress=bar)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         with writing_to_cache():
             made.save(file, fingerprint=model_fingerprint(fingerprint))
-    num = sum(one.ids.shape[0] for one in texts)
     print(json.dumps({"file": str(file), "bytes": file.stat().st_size, "tokens": num}))
     return 0
 

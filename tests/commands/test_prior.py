@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drafters.auto.drafter import AutoDrafter
-from drafters.auto.prior import Prior
+from drafters.auto.prior import FORMAT, Prior
 from drafters.auto.retrieval import Seen
 from drafters.base import Drafter
 from server.commands.cli import main
@@ -36,6 +36,7 @@ def file(shallow: Path) -> Path:
     told = json.loads(out.getvalue().splitlines()[-1])
     made = Path(told["file"])
     assert told["tokens"] >= 3000 and told["bytes"] == made.stat().st_size
+    assert made.name.endswith(f"-{FORMAT.version}.prior")
     return made
 
 

@@ -126,7 +126,7 @@ def test_arrays_that_cannot_be_are_refused(
 
 def test_auto_drafts_what_the_head_says() -> None:
     """Of a text that repeats nothing only the prior knows what may come, at each depth."""
-    prior, hidden = make_prior(sure=40.0), hidden_of(2)
+    prior, hidden = make_prior(sure=40.0), hidden_of(5)
     with_it = AutoDrafter(model_prior=prior, num_likely=0).open([1, 2, 3])
     without = AutoDrafter(num_likely=0).open([1, 2, 3])
     for session in (with_it, without):
