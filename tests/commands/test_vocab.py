@@ -95,8 +95,8 @@ def test_errors_name_the_file(
     assert "train.jsonl:1: answer: is missing (there are: prompt, completion)" in told
     assert "--block needs --language" in says(*start, str(data), "--block", "Thai")
     assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
-    for place, why in ((tmp_path / "no" / "x", "No such file"), (tmp_path, "Is a directory")):
-        assert f"tailor: {place}: {why}" in says(*start[:3], "--data", str(data), "-o", str(place))
+    told = says(*start[:3], "--data", str(data), "-o", str(tmp_path))
+    assert f"tailor: {tmp_path}: Is a directory" in told
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
     assert not (tmp_path / "out.vocab").exists()
     (weightless / "config.json").write_text("{}")
