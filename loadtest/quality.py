@@ -33,14 +33,14 @@ and chrF of both against the gold answers. "Static only" asks for the full head 
 
 `adapters`: two adapters of one recipe, in own tokens and in base ids (a second seed without --base:
 the first alone). Both answer the same test prompts greedily, merged into the model, one after the
-other in this process. Reported of each: the
-share of exact answers and word F1, with the paired difference and its 95 % bootstrap interval (of
-answers "intent: I, slot fills: {slot: value, ...}" also the share of right intents and the mean F1
-of an answer's slots; exact is then the joint accuracy); ids of a prompt and of an answer, its base
-ids; forward passes an answer without drafts and with 2, 4 and 16 nodes of `auto` with a corpus of
---train (answers replayed, the first tree in the prefill pass); adoption: enriched ids that the
-model wrote over those in the fewest ids for the same text. (Speed of such adapters in servers:
-`python -m loadtest.load --mix`, by characters a second.)
+other in this process. Reported of each: the share of exact answers and word F1, with the paired
+difference and its 95 % bootstrap interval (of answers "intent: I, slot fills: {slot: value, ...}"
+also the share of right intents and the mean F1 of an answer's slots; exact is then the joint
+accuracy); ids of a prompt and of an answer, its base ids; forward passes an answer without drafts
+and with 2, 4 and 16 nodes of `auto` with a corpus of --train (answers replayed, the first tree in
+the prefill pass); adoption: enriched ids that the model wrote over those in the fewest ids for the
+same text. (Speed of such adapters in servers: `python -m loadtest.load --mix`, by characters a
+second.)
 
 `damage` (TASC, section 8): texts of another kind, scored by a base that holds no adapter, by one
 that holds it for a request of the base (exit 1 when a bit differs), and by the adapter.

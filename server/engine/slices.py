@@ -316,7 +316,7 @@ class SliceBook:
                 "invalid_value",
             )
         try:
-            self._found = self._profile(asked, asked.profile)
+            self._found = self._profile(asked)
         except (ValueError, OSError) as error:  # whose words may name the server's folders
             _log.error("vocabulary profile %s: %s", asked.profile, error)
             return "The task's vocabulary profile cannot be read.", NO_PROFILE
@@ -355,10 +355,10 @@ class SliceBook:
             proposes=asked.mode == "slice",
         )
 
-    def _profile(self, asked: VocabularyParams, name: str) -> tuple[VocabProfile, str, VocabSlice]:
+    def _profile(self, asked: VocabularyParams) -> tuple[VocabProfile, str, VocabSlice]:
         """(profile, key of T, T). The key names the version, so running requests keep theirs."""
-        assert self._profiles is not None
-        profile = self._profiles(name)
+        assert self._profiles is not None and asked.profile is not None
+        profile = self._profiles(asked.profile)
         if profile.slice.num_ids and int(profile.slice.ids[-1]) >= self._vocab_size:
             raise ValueError("it holds ids that the model never draws")
         if asked.mode == "slice":

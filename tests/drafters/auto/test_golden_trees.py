@@ -73,9 +73,10 @@ def test_trees_are_those_of_plain_counting(
     # Nodes that are equally likely may stand for each other, and those at the bound may be missed.
     at_bound = sum(chance < 1.05 * 0.003 for chance in expected.values())
     assert abs(len(tree) - len(expected)) <= (len(tree) != budget) * max(1, at_bound)
-    num = min(len(tree), len(expected) - at_bound)
+    num, clear = min(len(tree), len(expected)), len(expected) - at_bound
     ours, theirs = np.sort(tree.survival)[::-1][:num], np.sort(list(expected.values()))[::-1][:num]
-    assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-3)
+    assert ours[:clear].tolist() == pytest.approx(theirs[:clear].tolist(), rel=1e-3)
+    assert ours[clear:].tolist() == pytest.approx(theirs[clear:].tolist(), rel=0.051)
     for path, survival in zip(paths(tree), tree.survival, strict=True):
         if path in expected:
             assert survival == pytest.approx(expected[path], rel=1e-3)
