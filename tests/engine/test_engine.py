@@ -121,6 +121,16 @@ def test_the_cache_holds_output_too_and_echo_requests_write_but_do_not_read() ->
     assert delta.num_cached_tokens == 0 and len(delta.prompt_logprobs) == len(text)
 
 
+def test_a_prompt_that_is_scored_in_part_is_told_no_logprobs() -> None:
+    """They would be taken for those of the whole."""
+    engine, _ = _engine(chunked_prefill_rows=4, max_num_batched_tokens=8)
+    engine.submit(request_of("a", tuple(range(2, 14)), echo_logprobs=0))
+    assert engine.step() == []
+    engine.abort("a")
+    (delta,) = engine.take_deltas()
+    assert (delta.finish_reason, delta.prompt_logprobs) == ("abort", ())
+
+
 def test_choices_share_the_full_blocks_and_copy_the_tail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -475,6 +485,25 @@ def test_factories_are_called_with_options_and_kept_by_them() -> None:
     engine.submit(request_of("a", speculation=replace(one, options=(("n", -1),))))
     (delta,) = engine.take_deltas()
     assert delta.error == "n must be positive"
+
+
+def test_what_a_scope_has_learned_makes_only_those_drafters_anew_that_draft_from_it() -> None:
+    """Not those of other scopes and tasks, nor its own that do not learn."""
+    registry = DrafterRegistry({"d": lambda task, speculation: random_drafter(0, 16)})
+    places = [(t, s, n) for t in ("task", "other") for s in ("s\0", "r\0") for n in (0, 9)]
+
+    def resolved() -> list[object]:
+        return [
+            registry.resolve(task, SpeculationParams("d", 4, scope=scope, learn_tokens=num))
+            for task, scope, num in places
+        ]
+
+    before = resolved()
+    registry.forget("task", "s\0")
+    now = [new is old for new, old in zip(resolved(), before, strict=True)]
+    assert [place for place, same in zip(places, now, strict=True) if not same] == [
+        ("task", "s\0", 9)
+    ]
 
 
 # -- failures ----------------------------------------------------------------------------------

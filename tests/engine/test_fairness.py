@@ -10,10 +10,12 @@ from itertools import islice
 import pytest
 
 from server.engine.engine import Engine
+from server.engine.plan import EngineSettings
 from server.engine.sequence import Status
 from server.types import Delta, Request
 from tests.api.real_engine import make_engine
 from tests.engine.requests import request_of
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 SEATS = 16
 
@@ -143,6 +145,25 @@ def test_a_key_keeps_its_one_choice_whatever_that_holds() -> None:
         assert ended or long.status is Status.RUNNING
         ended += [delta.request_id for delta in engine.step() if delta.finish_reason]
     assert ended[0] == "long" and len(ended) == 16
+
+
+def test_a_prompt_under_way_counts_as_all_that_it_will_take() -> None:
+    """Else the key of a long one takes nearly all blocks from those that have theirs already."""
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, chunked_prefill_rows=1)
+    runner = FakeRunner(FakeModel(96), fake_info(vocab_size=96, num_blocks=40))
+    engine = Engine(runner, {}, settings)
+    for i in range(3):
+        engine.submit(request(f"b{i}", "b", 3, max_tokens=60))
+    steps_to_first(engine, "b2")
+    engine.submit(request("a", "a", 3, max_tokens=60))
+    engine.submit(request("long", "a", 90, max_tokens=9))
+    ended: list[str] = []
+    while not engine.scheduler.num_preemptions:
+        ended += [delta.request_id for delta in engine.step() if delta.finish_reason]
+    (waits,) = engine.scheduler.waiting
+    assert waits.request.request_id == "long" and not ended
+    ended += _finished(engine)
+    assert len(ended) == 5
 
 
 def test_keys_that_have_their_shares_take_nothing_from_each_other() -> None:

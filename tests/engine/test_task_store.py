@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafters import make_drafter
 from drafters.corpus import build_corpus
 from drafters.learned import FORMAT, LearnedOutputs
 from server.engine.calibrations import MAX_SEEN
@@ -341,6 +342,18 @@ def test_a_calibration_that_is_put_away_is_written(
         finish(first, _request(tenant, [2, 3], speculation=plain, tenant=tenant))
     first.close()
     assert _evidence(start(tmp_path), "b\0") == pytest.approx(evidence, rel=1e-3) and evidence > 0
+
+
+def test_old_requests_count_less_in_the_tokens_a_step_that_are_told(start: Start) -> None:
+    """A task that drafts better from some day on is soon told to."""
+    memory = _memory(start(None))
+    memory.calibrate("task", make_drafter("auto"), "", "\0")
+    memory.observe("task", "auto", "\0", 15_000, 15_000)
+    assert memory.report("task", make_drafter("auto"))["num_steps"] == 15_000
+    for _ in range(50):
+        memory.observe("task", "auto", "\0", 1000, 3000)
+    told = memory.report("task", make_drafter("auto"))
+    assert told["num_tokens"] > 2.9 * told["num_steps"] and told["num_steps"] <= 20_000
 
 
 def test_what_is_seen_of_scopes_is_bounded() -> None:

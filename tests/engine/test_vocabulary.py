@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from drafters.tree import DraftTree
-from server.engine.batch import Batch, Int32
+from server.engine.batch import Batch, Drawn, Int32
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.slices import NO_PROFILE, ExactControl
@@ -418,17 +418,48 @@ def test_nothing_measured_means_8() -> None:
     assert (control.plan("p").verify_every, control.plan("p").uses_slice) == (8, True)
 
 
+class TimedRunner(FakeRunner):
+    """A body that takes 10 ms, and a full head that takes next to nothing more than a slice."""
+
+    head_s = 0.0021
+
+    def wait(self) -> Drawn:
+        assert self._launched is not None
+        sliced = self._launched.draw_slice is not None
+        return replace(super().wait(), model_s=0.010, head_s=0.002 if sliced else self.head_s)
+
+
+class DearHeadRunner(TimedRunner):
+    """The full head takes five times what a slice does."""
+
+    head_s = 0.010
+
+
+def test_an_exact_slice_is_filled_once_it_is_known_that_this_pays() -> None:
+    """With the ids that are missed most, in their order; what is filled in is not missed."""
+    model = FakeModel(24, seed=4, alphabet=3)  # ids 0, 1, 2 come again and again
+    few = _profile(set(range(6, 12)), 24)
+    fill = np.array([0, 2, 4, 3, 5], np.int32)
+    gains = np.array([0.3, 0.3, 0.0, 0.0, 0.0], np.float32)
+    report = {"report": {"heldout": {"num_tokens": 10, "num_missed": 6}}}
+    profile = VocabProfile(few.slice, fill, gains, report)
+    engine, _ = _engine(model, profile, kind=DearHeadRunner)
+    found = []
+    for name in "abc":
+        request = _request((7, 8), "exact", 4, request_id=name)
+        request = replace(request, cache_salt=name)  # nothing is known of what others missed
+        deltas = _drain(engine, request)
+        assert ids_of(deltas) == _truth(model, request)
+        counts = [d.vocabulary for d in deltas if d.vocabulary]
+        found.append((counts[0].num_ids, sum(v.num_missed for v in counts)))
+    (first, missed), *filled = found
+    assert first == few.slice.num_ids and missed >= 2
+    assert filled == [(first + 2, 0)] * 2
+
+
 def test_the_full_head_takes_over_and_the_text_stays() -> None:
     """The head costs nothing: after some verifications every token comes from the full one."""
     model = FakeModel(24, seed=2)
-
-    class TimedRunner(FakeRunner):
-        def wait(self):  # type: ignore[no-untyped-def]
-            assert self._launched is not None
-            sliced = self._launched.draw_slice is not None
-            drawn = super().wait()
-            return replace(drawn, model_s=0.010, head_s=0.002 if sliced else 0.0021)
-
     engine, _ = _engine(model, _profile({2, 3, 4, 5}, 24), kind=TimedRunner)
     request = _request((3, 5), "exact", 0, max_tokens=120)
     deltas = _drain(engine, request)
