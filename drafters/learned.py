@@ -62,7 +62,7 @@ class LearnedOutputs:
             raise ValueError("max_tokens and max_output must be positive, max_prompt not negative")
         self.max_tokens = max_tokens
         self.max_prompt = max_prompt
-        self.max_output = min(max_output, max_tokens)
+        self.max_output = max_output
         self.repeats = repeats
         self.num_tokens = 0
         self.num_prompt_tokens = 0
@@ -81,7 +81,7 @@ class LearnedOutputs:
         most_prompt = self.PROMPT_SHARE * self.max_tokens
         prompt = np.array(prompt_ids, np.int32)
         prompt = prompt[max(0, prompt.shape[0] - self.max_prompt) :][:most_prompt].copy()
-        output = np.array(output_ids[: self.max_output], np.int32)
+        output = np.array(output_ids[: min(self.max_output, self.max_tokens)], np.int32)
         if output.shape[0] == 0:
             return False
         self.num_seen += 1

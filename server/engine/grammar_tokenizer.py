@@ -268,12 +268,13 @@ def _merge(ids: Int64, words: Int64, pairs: Int64, merged: Int64) -> int:
 
 _LARK = re.compile(
     r"""
-    (?P<other> "(?:\\.|[^"\\])*" | //[^\n]* | /(?:\\.|[^/\\\n])+/ )
+    (?P<other> "(?:\\.|[^"\\\n])*" | (?://|\#)[^\n]* | /(?:\\.|[^/\\])+/ )
     | (?P<name> <[^<>\s"/\[\]]+> )
     """,
     re.VERBOSE,
 )
-"""A literal, comment or regular expression of Lark, or the name of a control token."""
+"""A literal, comment or regular expression of Lark, or the name of a control token. As llguidance
+has them: in a grammar that it takes each ends, so that the time to find them is linear."""
 
 
 _SLICES = (r'[^"\\\x00-\x1F\x7F]{1,12}',)

@@ -42,11 +42,10 @@ class StopMatcher:
             at = text.find(stop, max(0, num_old - len(stop) + 1))
             if at >= 0 and at + len(stop) < first_end:
                 found, first_end = stop, at + len(stop)
-        self._tail = text[len(text) - self._tail_size :] if self._tail_size < len(text) else text
+        self._tail = text[max(0, len(text) - self._tail_size) :]
         return found
 
     def replay(self, token_ids: Iterable[int]) -> None:
         """The state after exactly these tokens."""
-        self._tail = b""
-        for token_id in token_ids:
-            self.push(token_id)
+        text = self._table.join(token_ids, skip_special=self._skip_special)
+        self._tail = text[max(0, len(text) - self._tail_size) :]

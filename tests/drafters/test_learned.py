@@ -33,6 +33,9 @@ def test_what_is_held_is_bounded_in_outputs_and_prompts() -> None:
     assert _outputs(held)[-1] == [7] * 40, "the newest is always there, without its end"
     held.add(range(60), [8])
     assert held.examples()[-1][0].tolist() == list(range(10, 60)), "a prompt loses its start"
+    held.max_tokens = 9
+    held.add([3], range(20))
+    assert _outputs(held) == [[*range(9)]], "a bound that was lowered is one of each output, too"
     before = held.num_seen
     held.add([1], [])
     assert held.num_seen == before, "no output, nothing seen"

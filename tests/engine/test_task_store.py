@@ -356,6 +356,22 @@ def test_old_requests_count_less_in_the_tokens_a_step_that_are_told(start: Start
     assert told["num_tokens"] > 2.9 * told["num_steps"] and told["num_steps"] <= 20_000
 
 
+def test_a_task_whose_tokens_were_taken_back_costs_none_its_tally(
+    tmp_path: Path, start: Start
+) -> None:
+    """`exact` takes more steps than tokens where its slice is seldom right."""
+    tallies = {"exact": (93, 20), "task": (20, 40)}
+    first = start(tmp_path)
+    for task, tally in tallies.items():
+        _memory(first).calibrate(task, make_drafter("auto"), "", "\0")
+        _memory(first).observe(task, "auto", "\0", *tally)
+    first.close()
+    second = _memory(start(tmp_path))
+    for task, tally in tallies.items():
+        told = second.report(task, make_drafter("auto"))
+        assert (told["num_steps"], told["num_tokens"]) == tally
+
+
 def test_what_is_seen_of_scopes_is_bounded() -> None:
     memory = TaskStore(None, fingerprint="f")
     first = memory.seen("task", "\0first")

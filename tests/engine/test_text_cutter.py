@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,9 +24,14 @@ from server.engine.grammar_tokenizer import (
     load_grammar_tokenizer,
     make_tables,
 )
+from server.grammar_text import grammar_text
 from server.types import GrammarSpec
 from tests.api.tiny_tokenizers import byte_level_tokenizer, chat_tokenizer, sentencepiece_tokenizer
-from tests.engine.tiny_vocabularies import NO_PIECES, ReferenceTokenizer
+from tests.engine.tiny_vocabularies import (
+    NO_PIECES,
+    ReferenceTokenizer,
+    read_grammar_tokenizer,
+)
 from tests.profiles import examples
 
 
@@ -184,6 +190,32 @@ def test_masks_are_those_of_the_whole_tokenizer(tmp_path: Path, kind: str) -> No
     assert num_masks > 50 and num_forced > 20
     for compiler in compilers:
         compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "is_control"),
+    [
+        ('# one "\nstart: "a" <tool_call> "b"', True),
+        ('start: "a" <tool_call> "b" // the end', True),
+        ("start: /a<tool_call>b/", False),
+        ("start: /a\n<tool_call>b/", False),
+        ('start: "a<tool_call>b"', False),
+        ('# "' + 20_000 * '\\"' + "\nstart: /a/ <tool_call> /b/", True),
+    ],
+    ids=["comment", "plain", "regex", "regex of lines", "literal", "a comment of quotes"],
+)
+def test_a_name_is_a_token_s_outside_comments_and_literals_alone(
+    source: str, is_control: bool
+) -> None:
+    """And found in no time: the engine's steps wait for it."""
+    tokenizer = chat_tokenizer()
+    known = read_grammar_tokenizer(tokenizer, tokenizer.get_vocab_size(with_added_tokens=True))
+    began_s = time.process_time()
+    spelled = known.spelled(GrammarSpec("lark", source))
+    assert time.process_time() - began_s < 1.0
+    forced = known.library.matcher(grammar_text(spelled)).forced(99)
+    assert (known.control["<tool_call>"] in forced) is is_control
+    assert is_control or b"<tool_call>" in known.pieces.join(forced, skip_special=False)
 
 
 def test_what_was_read_is_kept(tmp_path: Path) -> None:
