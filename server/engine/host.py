@@ -118,8 +118,8 @@ class EngineHost:
         self._sends_late = not engine.info.device.startswith("cpu")
         self._sending = threading.Lock()  # the heartbeat's thread sends, too
 
-    def run(self) -> int:
-        """The loop. Returns the exit status: 0 when it was told to end, else 1."""
+    def run(self) -> None:
+        """The loop, until it is told to end or cannot go on."""
         engine, connection = self._engine, self._connection
         poller = select.poll()
         poller.register(connection.fileno(), select.POLLIN)
@@ -127,13 +127,13 @@ class EngineHost:
         try:
             self._tell(("ready", engine.info))
             with Heartbeat(self._tell) as heartbeat:
-                return self._loop(poller, heartbeat)
+                self._loop(poller, heartbeat)
         except (EOFError, BrokenPipeError, ConnectionError):
-            return 1  # the API process is gone
+            pass  # the API process is gone
         finally:
             engine.close()
 
-    def _loop(self, poller: select.poll, heartbeat: Heartbeat) -> int:
+    def _loop(self, poller: select.poll, heartbeat: Heartbeat) -> None:
         engine = self._engine
         while True:
             heartbeat.working()
@@ -143,10 +143,10 @@ class EngineHost:
                     engine.abort_all()
                     self._pending.extend(engine.take_deltas())
                     self._flush()
-                    return 0
+                    return
             if engine.has_work:
                 if not self._step():
-                    return 1
+                    return
                 continue
             self._pending.extend(engine.take_deltas())
             self._flush()
@@ -264,15 +264,13 @@ def process_main() -> None:
     try:
         factory = pickle.loads(connection.recv_bytes())
     except EOFError:
-        raise SystemExit(0) from None  # nobody needs it
+        return  # nobody needs it
     engine = build(factory, connection)
-    status = 1
     if engine is not None:
         sys.setswitchinterval(_SWITCH_S)
         gc.freeze()  # what loading has made stays: a collection between steps need not look at it
         wake, waker = os.pipe()
         signal.signal(STOP_SIGNAL, lambda *_: os.write(waker, b"!"))
-        status = EngineHost(engine, connection, wake).run()
+        EngineHost(engine, connection, wake).run()
         gc.unfreeze()  # libraries may report what is left at the end of the process as leaked
     connection.close()
-    raise SystemExit(status)

@@ -8,14 +8,12 @@ What runs inside is host.py's. Importing this imports nothing of an engine.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING
 
 from drafters.library import own_path
@@ -49,18 +47,14 @@ class EngineProcess:
     """
 
     def __init__(self, imports: Sequence[str] = ()) -> None:
-        ours, theirs = socket.socketpair()
-        lives, self._life = os.pipe()
-        fds = (theirs.fileno(), lives)
-        try:
+        self.connection, theirs = Pipe()
+        self._life, lives = Pipe()
+        fds = (theirs.fileno(), lives.fileno())
+        with theirs, lives:  # then the child's ends are the only ones, and its death is an EOF
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD, *map(str, fds), *imports],
                 stdin=subprocess.DEVNULL, pass_fds=fds, env=own_path(),
             )  # fmt: skip
-        finally:
-            theirs.close()  # so that the child's end is the only one, and its death is an EOF
-            os.close(lives)
-        self.connection = Connection(ours.detach())
         self.pid = self._process.pid
 
     def build(self, factory: EngineFactory) -> None:
@@ -72,10 +66,6 @@ class EngineProcess:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def exit_code(self) -> int | None:
-        """The exit status; negative for a signal; None while it runs."""
-        return self._process.poll()
-
     def stop(self, timeout_s: float) -> None:
         """Ends it after the step in flight; SIGKILL when it has not ended by timeout_s."""
         if self.is_alive():
@@ -86,9 +76,7 @@ class EngineProcess:
                 self._process.kill()
                 self._process.wait(5.0)
         self.connection.close()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
+        self._life.close()
 
 
 def start_process(factory: EngineFactory, process: EngineProcess | None = None) -> EngineProcess:

@@ -16,28 +16,19 @@ class ThreadHandle:
     def __init__(self, factory: EngineFactory) -> None:
         self.connection, self._theirs = multiprocessing.Pipe()
         self._wake, self._waker = os.pipe()
-        self._status: int | None = None
         self._thread = threading.Thread(
             target=self._main, args=(factory,), name="engine", daemon=True
         )
         self._thread.start()
 
     def _main(self, factory: EngineFactory) -> None:
-        status = 1
-        try:
+        with self._theirs:
             engine = build(factory, self._theirs)
             if engine is not None:
-                status = EngineHost(engine, self._theirs, self._wake).run()
-        finally:
-            self._status = status
-            self._theirs.close()
+                EngineHost(engine, self._theirs, self._wake).run()
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
-
-    def exit_code(self) -> int | None:
-        """0 or 1, None while it runs."""
-        return self._status if not self._thread.is_alive() else None
 
     def stop(self, timeout_s: float) -> None:
         """Ends it after the step in flight. A thread cannot be killed: RuntimeError if it stays."""
