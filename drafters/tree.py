@@ -37,19 +37,6 @@ class DraftTree:
         """The tree without nodes: the plain decode path."""
         return DraftTree(_empty_i32(), _empty_i32(), np.empty(0, np.float32), np.empty(0, np.uint8))
 
-    @staticmethod
-    def chain(token_ids: list[int], survival: list[float] | None = None) -> DraftTree:
-        """A tree that is one path; survival falls by a factor of 0.9 a token when not given."""
-        num = len(token_ids)
-        if survival is None:
-            survival = [0.9 ** (i + 1) for i in range(num)]
-        return DraftTree(
-            np.asarray(token_ids, np.int32),
-            np.arange(-1, num - 1, dtype=np.int32),
-            np.asarray(survival, np.float32),
-            np.zeros(num, np.uint8),
-        )
-
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
 
@@ -105,23 +92,6 @@ class DraftTree:
             self.source[order] if self.source.shape[0] else self.source,
             self.cell[order] if self.cell.shape[0] else self.cell,
         )
-
-    def validate(self) -> None:
-        """Raise ValueError when an invariant of the docstring does not hold."""
-        num = len(self)
-        if not (self.parents.shape[0] == self.survival.shape[0] == num):
-            raise ValueError("token_ids, parents and survival differ in length")
-        seen: set[tuple[int, int]] = set()
-        for i in range(num):
-            parent = int(self.parents[i])
-            if not -1 <= parent < i:
-                raise ValueError(f"node {i} has parent {parent}")
-            if parent >= 0 and self.survival[i] > self.survival[parent] + 1e-6:
-                raise ValueError(f"node {i} survives more often than its parent")
-            key = (parent, int(self.token_ids[i]))
-            if key in seen:
-                raise ValueError(f"node {i} repeats a sibling's token")
-            seen.add(key)
 
 
 def followed(children: Mapping[tuple[int, int], int], token_ids: Sequence[int]) -> list[int]:

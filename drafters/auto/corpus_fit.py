@@ -59,18 +59,14 @@ class CorpusFit:
             self.tokens_without *= 0.5
 
     @property
-    def is_known(self) -> bool:
-        """Whether enough was compared."""
-        return self.num_tokens >= self.MIN_TOKENS
-
-    @property
     def helps(self) -> bool:
         """Whether to draft from the corpus; true until enough was compared."""
         if self.num_steps >= self.MIN_STEPS:
             # Few steps say little: 2 % is believed of 24, 0.3 % of 400.
             margin = self.MARGIN + 0.5 / self.num_steps
             return self.tokens_with >= (1.0 - margin) * self.tokens_without
-        return not self.is_known or self.gain >= -self.MARGIN * self.num_tokens
+        num = self.num_tokens
+        return num < self.MIN_TOKENS or self.gain >= -self.MARGIN * num
 
 
 class Rivals:

@@ -140,12 +140,6 @@ class AutoDrafter:
                 self.automaton.states, self.automaton.edges, 0, 0, START
             )
 
-    @property
-    def follows_corpus(self) -> bool:
-        """Whether it drafts from its corpus and layers. Where the model does not answer as they do,
-        drafting without them is better."""
-        return not self.has_corpus or self.trust.fit.helps
-
     def compare(self, token_ids: Sequence[int], first: int, learns: UInt8) -> list[int]:
         """Of tokens from index `first` on: who learns from which, and from which both do, so that
         drafting with the corpus and without are compared. learns: as in `advance`, written to.
@@ -314,7 +308,8 @@ class AutoSession(TextSession):
         if not self._settled:
             self._retrieve(drafter)
         limits: Limits = (budget, max_depth, drafter.min_survival)  # type: ignore[assignment]
-        follows = not drafter.has_corpus or drafter.follows_corpus
+        # Where the model does not answer as its corpus does, drafting without that is better.
+        follows = not drafter.has_corpus or drafter.trust.fit.helps
         tree = self._grow(drafter, limits, follows)
         self._grown = ()
         if drafter.has_corpus and drafter.learn:

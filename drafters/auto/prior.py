@@ -31,6 +31,7 @@ WIDTH = 192
 LANES = 16  # outputs come in such groups
 MOST_FOLLOWED = 4
 """Ids behind the model's state that are followed."""
+MOST_NODES = 128  # of a tree that it says something of
 LEAST_CHANCE = 0.01  # of what is proposed
 _LARGEST = 1e4  # of a number in a file: products of a few hundred such are finite
 
@@ -140,12 +141,12 @@ NO_PRIOR = PriorView(
 class PriorScratch:
     """A Prior's arrays and the scratch of its drafter's sessions, of which there is one thread."""
 
-    def __init__(self, prior: Prior, most: int = MOST_FOLLOWED, num_nodes: int = 128) -> None:
-        """most: ids that are followed. num_nodes: of a tree that it says something of."""
+    def __init__(self, prior: Prior, most: int = MOST_FOLLOWED) -> None:
+        """most: ids that are followed."""
         self._prior, self._most = prior, most
         self.hidden_size = prior.hidden_size
         self._scratch = (
-            np.zeros((num_nodes + 1, WIDTH), np.float32),
+            np.zeros((MOST_NODES + 1, WIDTH), np.float32),
             np.zeros(prior.ids.shape[0], np.float32),
             np.zeros(WIDTH, np.float32),
             np.zeros(WIDTH, np.int16),

@@ -7,9 +7,9 @@ A *Block* is `block_size` consecutive KV slots. It is always in exactly one of t
                  of the API key that has the most of them
     free         ref_count == 0 and unpublished
 
-A published block is keyed by sha256 over (model fingerprint, cache salt, parent key, token ids),
-so equal keys mean equal content, whoever wrote it. Where no block has a key, one behind the same
-parent may begin with the same ids (`nearest`): whoever copies it computes only the rest. Rows may
+A published block is found by its ids and by the key of its parent, sha256 over (model fingerprint,
+cache salt, parent key, token ids), so what is found has equal content, whoever wrote it. Where none
+has all ids, one may begin with the same ones: whoever copies it computes only the rest. Rows may
 be written into a block only while its reference count is 1 and it is unpublished (`writable`). A
 key loses no cached block to others while it has fewer than each of them, so what it finds again
 does not tell what they ask. The pool moves no memory and knows no sequences; it only hands out ids.
@@ -41,6 +41,8 @@ def chain_key(parent: bytes, token_ids: bytes) -> bytes:
 def _num_common(left: bytes, right: bytes) -> int:
     """How many int32 ids two runs begin with alike."""
     most = min(len(left), len(right))
+    if left[:most] == right[:most]:
+        return most // 4
     ends = (i for i in range(0, most, 4) if left[i : i + 4] != right[i : i + 4])
     return next(ends, most) // 4
 
@@ -54,9 +56,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._ref_counts = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks
-        self._by_key: dict[bytes, int] = {}
-        self._places = [(b"", b"")] * num_blocks  # of published blocks: parent key, ids
+        # Of published blocks: parent key, ids.
+        self._places: list[tuple[bytes, bytes] | None] = [None] * num_blocks
         self._behind: dict[bytes, list[tuple[bytes, int]]] = {}  # the same: (ids, block), sorted
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[str, OrderedDict[int, None]] = {}  # by tenant, oldest first
@@ -71,7 +72,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Published blocks, referenced or not."""
-        return len(self._by_key)
+        return sum(map(len, self._behind.values()))
 
     def ref_count(self, block: int) -> int:
         """In how many block tables the block stands."""
@@ -79,7 +80,7 @@ class BlockPool:
 
     def writable(self, block: int) -> bool:
         """Whether rows may be written into it: its reference count is 1 and it is unpublished."""
-        return self._ref_counts[block] == 1 and self._keys[block] is None
+        return self._ref_counts[block] == 1 and self._places[block] is None
 
     def allocate(self) -> int:
         """A writable block. Evicts a cached block when none is free: the least recently used of the
@@ -102,7 +103,7 @@ class BlockPool:
     def acquire(self, block: int) -> None:
         """One more reference to a referenced or cached block (a fork, or a prefix-cache hit)."""
         if self._ref_counts[block] == 0:
-            if self._keys[block] is None:
+            if self._places[block] is None:
                 raise ValueError(f"block {block} is free: it has no content to share")
             self._uncache(block)
         self._ref_counts[block] += 1
@@ -116,31 +117,25 @@ class BlockPool:
                 raise ValueError(f"block {block} is released more often than it was acquired")
             self._ref_counts[block] = count
             if count == 0:
-                if self._keys[block] is None:
+                if self._places[block] is None:
                     self._free.append(block)
                 else:
                     self._cached.setdefault(self._tenants[block], OrderedDict())[block] = None
                     self._num_cached += 1
 
-    def publish(self, block: int, key: bytes, parent: bytes, ids: bytes, tenant: str = "") -> None:
+    def publish(self, block: int, parent: bytes, ids: bytes, tenant: str = "") -> None:
         """Make a full, verified block of a tenant's findable. From now on no row may be written
-        into it. key: chain_key(parent, ids), which the caller has looked up already.
+        into it. parent, ids: as chain_key has them.
 
-        Where the key is known already the other block keeps it and this one stays unpublished.
+        Where another block is found by them already, this one stays unpublished.
         """
-        if key in self._by_key:
+        if self.nearest(parent, ids)[1] == self.block_size:
             return
-        if self._ref_counts[block] == 0 or self._keys[block] is not None:
+        if self._ref_counts[block] == 0 or self._places[block] is not None:
             raise ValueError(f"block {block} cannot be published")
-        self._keys[block] = key
-        self._by_key[key] = block
         self._places[block] = parent, ids
         insort(self._behind.setdefault(parent, []), (ids, block))
         self._tenants[block] = tenant
-
-    def lookup(self, key: bytes) -> int | None:
-        """The block with this content, or None. Does not acquire it."""
-        return self._by_key.get(key)
 
     def nearest(self, parent: bytes, ids: bytes) -> tuple[int, int]:
         """(block, n): the published block behind a parent that begins with most of these ids, with
@@ -154,9 +149,7 @@ class BlockPool:
 
     def drop_cache(self) -> None:
         """Forget all published content (a changed model). Referenced blocks stay referenced."""
-        for block in self._by_key.values():
-            self._keys[block] = None
-        self._by_key.clear()
+        self._places = [None] * self.num_blocks
         self._behind.clear()
         for cached in self._cached.values():
             self._free.extend(cached)
@@ -183,14 +176,12 @@ class BlockPool:
         unreferenced = {b for b in range(self.num_blocks) if counts[b] == 0}
         assert free | cached == unreferenced, "a block is lost or free while referenced"
         for block in range(self.num_blocks):
-            key = self._keys[block]
-            assert key is None or self._by_key[key] == block, f"block {block}: key is another's"
-            assert (block in cached) == (counts[block] == 0 and key is not None)
-        published = [b for b in range(self.num_blocks) if self._keys[b] is not None]
-        assert len(self._by_key) == len(published)
-        assert {(p, *one) for p, all_ in self._behind.items() for one in all_} == {
-            (*self._places[b], b) for b in published
-        }, "blocks behind a parent are others than those published"
+            is_published = self._places[block] is not None
+            assert (block in cached) == (counts[block] == 0 and is_published)
+        found = [(p, *one) for p, all_ in self._behind.items() for one in all_]
+        published = {(*place, b) for b, place in enumerate(self._places) if place is not None}
+        assert set(found) == published, "blocks behind a parent are others than those published"
+        assert len({place[:2] for place in found}) == len(found), "two blocks of the same content"
         assert all(self._behind.values()), "a parent without blocks is kept"
 
     def _uncache(self, block: int) -> None:
@@ -201,12 +192,10 @@ class BlockPool:
         self._num_cached -= 1
 
     def _forget(self, block: int) -> None:
-        key = self._keys[block]
-        if key is not None:
-            del self._by_key[key]
-            self._keys[block] = None
-            parent, ids = self._places[block]
-            behind = self._behind[parent]
-            del behind[bisect(behind, (ids, -1))]
-            if not behind:
-                del self._behind[parent]
+        place, self._places[block] = self._places[block], None
+        assert place is not None
+        parent, ids = place
+        behind = self._behind[parent]
+        del behind[bisect(behind, (ids, -1))]
+        if not behind:
+            del self._behind[parent]

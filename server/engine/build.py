@@ -29,6 +29,7 @@ from server.engine.sequence import Sequence
 from server.engine.table import Table, widest
 from server.engine.trees import (
     CHOICES,
+    DEPTH,
     FIRST_ROW,
     ITEM,
     MASK,
@@ -152,7 +153,7 @@ class Builder:
             prefix_len=of_rows[4],
             path_start=of_rows[5],
             path_len=of_rows[6],
-            path_slots=np.empty(trees.num_path_slots, np.int32),
+            path_slots=np.empty(trees.nodes[DEPTH].sum(), np.int32),
             block_tables=np.empty((num_items, width), np.int32),
             draw_rows=of_draws[0],
             draw_params=of_draws[1],

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from drafters.arrays import Int32x2
-from server.engine.batch import NO_TOKEN_LEFT, Batch
+from server.engine.batch import NO_TOKEN_LEFT
 from server.engine.build import Built
 from server.engine.draft import Drafts
 from server.engine.plan import Rows, Scheduler
@@ -420,10 +420,13 @@ class Committer:
     def _scores(self, rows: Rows, built: Built, results: Results) -> Iterator[Outcome]:
         """Note the logprobs that were asked for, publish prompts that go on, and end choices that
         want no tokens."""
-        first_labels = {}
+        drawn, targets, first_labels = results.drawn, built.batch.score_targets, {}
+        logprobs = drawn.score_logprobs
         for item, first, num_prompt, num_labels in built.scored:
             sequence = rows.sequences[item]
-            _take_scores(sequence, built.batch, results, first, num_prompt)
+            for c in range(first, first + num_prompt):
+                scored = int(targets[c]), float(logprobs[c]), int(drawn.score_ranks[c])
+                sequence.prompt_logprobs.append(TokenLogprob(*scored, tuple(drawn.score_top[c])))
             first_labels[item] = range(first + num_prompt, first + num_prompt + num_labels)
         for i, (sequence, draws) in enumerate(
             zip(rows.sequences, rows.draws.tolist(), strict=True)
@@ -433,7 +436,7 @@ class Committer:
             self._scheduler.publish(sequence)
             if not draws:
                 continue
-            labels = results.drawn.score_logprobs[list(first_labels.get(i, ()))]
+            labels = logprobs[list(first_labels.get(i, ()))]
             sequence.label_logprobs = tuple(labels.tolist())
             for choice in (*sequence.siblings, sequence):
                 choice.prompt_logprobs = sequence.prompt_logprobs
@@ -532,22 +535,6 @@ class Committer:
                     error_code=code,
                 )
             )  # fmt: skip
-
-
-def _take_scores(
-    sequence: Sequence, batch: Batch, results: Results, first: int, num_prompt: int
-) -> None:
-    """Append the prompt logprobs that a step computed to the sequence."""
-    drawn = results.drawn
-    for c in range(first, first + num_prompt):
-        sequence.prompt_logprobs.append(
-            TokenLogprob(
-                int(batch.score_targets[c]),
-                float(drawn.score_logprobs[c]),
-                int(drawn.score_ranks[c]),
-                tuple(drawn.score_top[c]),
-            )
-        )
 
 
 def _note_sources(sequence: Sequence, run: _Run) -> None:

@@ -86,11 +86,6 @@ class DrafterRegistry:
         # By (name, task, corpus, options) of drafters that were made; None: these know something.
         self._kinds: dict[tuple[object, ...], Unmade | None] = {}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Registered names, "off" included."""
-        return ("off", *sorted(name for name in self._entries if name != "off"))
-
     def resolve(self, task: str, speculation: SpeculationParams) -> Drafter | None:
         """The drafter, or None for "off". Raises ValueError for an unknown name or bad options."""
         name = speculation.drafter
@@ -98,7 +93,8 @@ class DrafterRegistry:
             return None
         entry = self._entries.get(name)
         if entry is None:
-            raise ValueError(f"unknown drafter {name!r}; known: {', '.join(self.names)}")
+            known = ", ".join(["off", *sorted(self._entries.keys() - {"off"})])
+            raise ValueError(f"unknown drafter {name!r}; known: {known}")
         if name in self._ready:
             return self._ready[name]
         key = self._key(task, speculation)

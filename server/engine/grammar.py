@@ -136,11 +136,6 @@ class GrammarCompiler:
         )
         return tokenizer
 
-    @property
-    def num_kept(self) -> int:
-        """Grammars that are kept or under way."""
-        return len(self._kept)
-
     def close(self) -> None:
         """End the threads; compilations under way are not waited for. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -173,7 +168,9 @@ def _compiled(spec: GrammarSpec, known: GrammarTokenizer) -> Matcher:
 
 
 def one_line(message: str) -> str:
-    """A message of llguidance on one line of printable ASCII."""
+    """A message of llguidance on one line of printable ASCII. The names that it gives to control
+    tokens are nobody's to know."""
+    message = message.partition("; following special tokens are available")[0]
     message = " ".join(message.replace("<non-verbose/>", "").split())
     return message.encode("ascii", "backslashreplace").decode()[:200]
 

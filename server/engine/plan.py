@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -79,25 +78,13 @@ class EngineSettings(EngineSizes):
 # -- who is next -----------------------------------------------------------------------------------
 
 
-class Waiting(Protocol):
-    """What does not change while it waits. order: unique. place: its (level, key)."""
-
-    @property
-    def order(self) -> tuple[Any, ...]: ...
-
-    @property
-    def place(self) -> tuple[int, str]: ...
-
-
-T = TypeVar("T", bound=Waiting)
-
-
-def _order(item: Waiting) -> tuple[Any, ...]:
+def _order(item: Sequence) -> tuple[float, int, int, int]:
     return item.order
 
 
-class FairQueue(Generic[T]):
-    """Who waits, and who is next, so that keys share an engine by the rows that they take.
+class FairQueue:
+    """Who waits, and who is next, so that keys share an engine by the rows that they take. While an
+    item waits its order, which is unique, and its place, (level, key), do not change.
 
     Start-time fair queueing (Goyal, Vin, Cheng 1996, section 2): each key has a clock that advances
     by the rows it took. Served next is who waits with the earliest clock. A key that comes back
@@ -111,7 +98,7 @@ class FairQueue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._lines: dict[int, dict[str, list[T]]] = {}  # by level and key, each in order
+        self._lines: dict[int, dict[str, list[Sequence]]] = {}  # by level and key, each in order
         self._num_of: dict[str, int] = {}  # that wait, of keys that have some
         # Rows that a key took, and those that others took while it wanted none.
         self._clocks: dict[str, int] = {}
@@ -123,7 +110,7 @@ class FairQueue(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._num_of)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Sequence]:
         """All that wait; those of one level and key in their order."""
         for lines in self._lines.values():
             for line in lines.values():
@@ -134,7 +121,7 @@ class FairQueue(Generic[T]):
         """The keys of which something waits."""
         return self._num_of.keys()
 
-    def add(self, item: T) -> None:
+    def add(self, item: Sequence) -> None:
         """An item waits."""
         level, key = item.place
         if key not in self._num_of:
@@ -146,7 +133,7 @@ class FairQueue(Generic[T]):
         else:
             line.append(item)
 
-    def remove(self, item: T) -> None:
+    def remove(self, item: Sequence) -> None:
         """An item waits no more. Raises KeyError or ValueError when it does not wait."""
         level, key = item.place
         line = self._lines[level][key]
@@ -162,7 +149,7 @@ class FairQueue(Generic[T]):
         if not self._num_of[key]:
             del self._num_of[key]
 
-    def first(self) -> T:
+    def first(self) -> Sequence:
         """Who is served next. Raises IndexError when nobody waits."""
         levels = list(self._lines.values())
         lines = levels[0]
@@ -171,7 +158,7 @@ class FairQueue(Generic[T]):
         heads = [line[0] for line in lines.values()]
         return heads[0] if len(heads) == 1 else min(heads, key=self._rank)
 
-    def serve(self, item: T, num_rows: int) -> None:
+    def serve(self, item: Sequence, num_rows: int) -> None:
         """An item waits no more, and its key takes so many rows for it. Raises as `remove`."""
         _, key = item.place
         self.remove(item)
@@ -187,7 +174,7 @@ class FairQueue(Generic[T]):
         """Nothing waits, and nothing that was served runs: whoever comes next is level with all."""
         self._clocks.clear()
 
-    def _rank(self, item: T) -> tuple[Any, ...]:
+    def _rank(self, item: Sequence) -> tuple[float, ...]:
         return (self._clocks.get(item.place[1], 0), *item.order)
 
 
@@ -262,7 +249,7 @@ class Scheduler:
         self._found = self._start = self._draws = _ones(0)  # of each of these, in this step
         self.roll_back: Callable[[Sequence, int], None] = Sequence.rollback  # Drafts' goes further
         self.running: list[Sequence] = []  # in order
-        self.waiting = FairQueue[Sequence]()
+        self.waiting = FairQueue()
         self._held: Counter[str] = Counter()  # seats, by key
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
@@ -503,7 +490,7 @@ class Scheduler:
             if self.pool.writable(block):
                 parent = keys[i - 1] if i else sequence.root_key
                 ids = sequence.ids[i * size : (i + 1) * size].tobytes()
-                self.pool.publish(block, keys[i], parent, ids, sequence.request.tenant)
+                self.pool.publish(block, parent, ids, sequence.request.tenant)
         table.num_published[seat] = num
 
     # -- inside -----------------------------------------------------------------------------
@@ -551,15 +538,15 @@ class Scheduler:
         if not self._reads_cache(sequence):
             return hits, 0
         size, last = self.table.block_size, sequence.num_tokens - 1  # one token is recomputed
-        self._extend_keys(sequence, last // size)
-        for key in sequence.keys[: last // size]:
-            block = self.pool.lookup(key)
-            if block is None:
+        while True:
+            num = len(hits) * size
+            self._extend_keys(sequence, len(hits))
+            parent = sequence.keys[len(hits) - 1] if hits else sequence.root_key
+            ids = sequence.ids[num : min(num + size, last)].tobytes()
+            block, more = self.pool.nearest(parent, ids)
+            if more < size:
                 break
             hits.append(block)
-        num = len(hits) * size
-        parent = sequence.keys[len(hits) - 1] if hits else sequence.root_key
-        block, more = self.pool.nearest(parent, sequence.ids[num : min(num + size, last)].tobytes())
         if more and self._fits(sequence, [*hits, block], num):
             hits.append(block)
             num += more

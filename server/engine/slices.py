@@ -286,8 +286,7 @@ class SliceBook:
         self._fills: dict[str, int] = {}
         # Missed ids; the scope whose last miss is oldest comes first.
         self._learned: OrderedDict[ScopedProfile, OrderedDict[int, None]] = OrderedDict()
-        self._draw_keep: Int32 | None = None
-        self._batch: Batch | None = None
+        self._batch: Batch | None = None  # of a step with slices
         self.last_verify_every = 0
         self._has_warned = False
         self._slices_only = slices_only
@@ -495,7 +494,6 @@ class SliceBook:
 
         running: sequences whose unverified tokens have hidden states that must stay.
         """
-        self._draw_keep = None
         self._batch = None
         batch, choices = built.batch, built.choices
         if rows.is_plain or not any(sequence.head is not None for sequence in rows.sequences):
@@ -524,20 +522,19 @@ class SliceBook:
         if not slices:
             return batch
         keeps = draw_keep if (draw_keep >= 0).any() else None
-        self._draw_keep = keeps
         self._batch = replace(batch, draw_slice=draw_slice, slices=tuple(slices), draw_keep=keeps)
         return self._batch
 
     def keep(self, sequence: Sequence, draws: SequenceOf[int], num_emitted: int) -> None:
         """The first num_emitted of the step's draws were emitted and wait for the full head."""
-        head, batch, places = sequence.head, self._batch, self._draw_keep
-        assert head is not None and batch is not None and places is not None
+        head, batch = sequence.head, self._batch
+        assert head is not None and batch is not None and batch.draw_keep is not None
         if not head.unverified:
             head.params = batch.params[int(batch.draw_params[draws[0]])]
         for d in draws[:num_emitted]:
             mask = int(batch.draw_mask[d])
             bits = batch.masks[mask] if mask >= 0 else None
-            head.unverified.append(Unverified(int(places[d]), bits))
+            head.unverified.append(Unverified(int(batch.draw_keep[d]), bits))
         self.control.observe_tokens(head.key, num_emitted)
 
     def is_due(self, sequence: Sequence) -> bool:

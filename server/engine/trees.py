@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 
@@ -131,11 +131,6 @@ class Trees:
         source = nodes[SOURCE].astype(np.uint8)
         ids, parents = nodes[ID], nodes[PARENT]
         return DraftTree(ids, parents, survival.astype(np.float32), source, cell), accepted
-
-    @cached_property
-    def num_path_slots(self) -> int:
-        """Slots that the nodes' paths name."""
-        return int(self.nodes[DEPTH].sum()) if self.nodes.shape[1] else 0
 
 
 @cache

@@ -10,6 +10,7 @@ import pytest
 from drafters.arrays import Int32
 from drafters.calibration import Calibration, CalibrationError
 from drafters.tree import DraftTree
+from tests.fakes.fake_drafters import chain, check_tree
 
 
 def tree(calibration: Calibration) -> DraftTree:
@@ -37,7 +38,7 @@ def test_survival_is_the_product_along_the_path() -> None:
     calibration = Calibration(["a"], prior=0.0)
     first = tree(calibration)
     assert first.survival.tolist() == pytest.approx([0.5, 0.25, 0.125, 0.5])
-    first.validate()
+    check_tree(first)
 
 
 def test_the_prior_says_that_shares_are_right() -> None:
@@ -74,7 +75,7 @@ def test_old_outcomes_fade() -> None:
 def test_trees_without_cells_teach_nothing() -> None:
     calibration = Calibration(["a"])
     before = calibration.offered.copy()
-    calibration.record(DraftTree.chain([1, 2]), [0])
+    calibration.record(chain([1, 2]), [0])
     assert np.array_equal(calibration.offered, before)
 
 

@@ -12,7 +12,7 @@ import pytest
 from drafters.replay import Recording, main, read_recordings, replay
 from drafters.tree import DraftTree, followed
 from tests.drafters.trees import tree_of
-from tests.fakes.fake_drafters import FakeDrafter, FakeSession
+from tests.fakes.fake_drafters import FakeDrafter, FakeSession, chain
 
 
 class ScriptedSession(FakeSession):
@@ -46,10 +46,10 @@ def test_steps_are_counted_drafted_or_not() -> None:
     # Output 1 2 3 4 5 6 7: prefill gives 1; "2 3" accepted + 4; nothing drafted: 5; 6 wrong: 6;
     # 7 accepted, and the output ends without a bonus token.
     trees = [
-        DraftTree.chain([2, 3, 9]),
+        chain([2, 3, 9]),
         DraftTree.empty(),
-        DraftTree.chain([8]),
-        DraftTree.chain([7, 7]),
+        chain([8]),
+        chain([7, 7]),
     ]
     drafter = Scripted(trees)
     result = replay(drafter, [Recording([0], [1, 2, 3, 4, 5, 6, 7])], budget=4)
@@ -63,7 +63,7 @@ def test_steps_are_counted_drafted_or_not() -> None:
 
 
 def test_a_tree_in_the_prefill_step_saves_decode_steps() -> None:
-    drafter = Scripted([DraftTree.chain([1, 2]), DraftTree.empty()])
+    drafter = Scripted([chain([1, 2]), DraftTree.empty()])
     result = replay(drafter, [Recording([0], [1, 2, 3, 4])], budget=4, in_prefill=True)
     assert result.num_tokens == [3] and result.num_steps == [1]
 

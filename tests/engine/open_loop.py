@@ -19,7 +19,7 @@ from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.one_token_loop import one_token_loop
-from tests.fakes.fake_drafters import FakeDrafter
+from tests.fakes.fake_drafters import FakeDrafter, chain
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = 64
@@ -91,7 +91,7 @@ def guessing_drafter(texts: list[list[int]], chance: float, seed: int) -> FakeDr
         ids: list[int] = []
         for token in text[len(tokens) : len(tokens) + min(budget, max_depth)]:
             ids.append(token if rng.random() < chance else (token + 1) % VOCAB)
-        return DraftTree.chain(ids, [chance ** (i + 1) for i in range(len(ids))])
+        return chain(ids, [chance ** (i + 1) for i in range(len(ids))])
 
     return FakeDrafter(propose)
 

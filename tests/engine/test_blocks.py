@@ -17,13 +17,9 @@ def _ids(*ids: int) -> bytes:
     return b"".join(i.to_bytes(4, "little") for i in ids)
 
 
-def _key(*ids: int) -> bytes:
-    return chain_key(ROOT, _ids(*ids))
-
-
-def _place(*ids: int) -> tuple[bytes, bytes, bytes]:
+def _place(*ids: int) -> tuple[bytes, bytes]:
     """What a block of these ids is published with."""
-    return _key(*ids), ROOT, _ids(*ids)
+    return ROOT, _ids(*ids)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), max_size=12), st.data())
@@ -91,7 +87,7 @@ def test_check_sees_damage(damage: str) -> None:
     elif damage == "free":
         pool._free.append(a)
     elif damage == "key":
-        pool._keys[a] = _key(1)
+        pool._places[a] = _place(1)
     else:
         pool._free.pop()
     with pytest.raises((AssertionError, KeyError)):

@@ -21,7 +21,7 @@ from server.engine.plan import EngineSettings
 from server.engine.trees import Trees, checked
 from server.types import SpeculationParams
 from tests.engine.requests import request_of
-from tests.fakes.fake_drafters import tree_of
+from tests.fakes.fake_drafters import chain, check_tree, tree_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
 
@@ -78,12 +78,12 @@ def test_all_trees_are_pruned_as_each_would_be(
                 lasts.append(node)
         likeliest = sorted(lasts, key=lambda node: (-whole.survival[first + node], node))
         tree, _ = left.proposed(i, [])
-        tree.validate()
+        check_tree(tree)
         assert tree.cell.tolist() == sorted(likeliest[: most[i]])
         assert tree.depths().tolist() == left.nodes[2, left.start[i] : left.start[i + 1]].tolist()
 
 
-GOOD = DraftTree.chain([1, 2, 3])
+GOOD = chain([1, 2, 3])
 
 
 def _tree(token_ids: list[int], parents: list[int], num_chances: int) -> DraftTree:
@@ -94,16 +94,16 @@ def _tree(token_ids: list[int], parents: list[int], num_chances: int) -> DraftTr
 @pytest.mark.parametrize(
     ("tree", "fault"),
     [
-        (DraftTree.chain([1, VOCAB]), "node 1 holds id 50, outside the vocabulary"),
-        (DraftTree.chain([-1]), "node 0 holds id -1"),
+        (chain([1, VOCAB]), "node 1 holds id 50, outside the vocabulary"),
+        (chain([-1]), "node 0 holds id -1"),
         (DraftTree(np.array([2**40]), np.array([-1]), np.ones(1, np.float32)), "outside the voc"),
         (_tree([1, 2], [-1, 1], 2), "parent 1"),
         (_tree([1], [-2], 1), "parent -2"),
-        (DraftTree.chain([1], [float("nan")]), "node 0 survives with chance nan"),
+        (chain([1], [float("nan")]), "node 0 survives with chance nan"),
         (_tree([1, 1], [-1, -1], 2), "sibling"),
-        (DraftTree.chain([1] * 5), "node 4 is 5 deep, past 4"),
+        (chain([1] * 5), "node 4 is 5 deep, past 4"),
         (_tree([1], [-1], 2), "differ in length"),
-        (DraftTree.chain([1], [1.0]).token_ids, "has no attribute"),
+        (chain([1], [1.0]).token_ids, "has no attribute"),
     ],
 )
 def test_a_tree_that_cannot_be_verified_is_left_out_alone(tree: Any, fault: str) -> None:

@@ -22,7 +22,7 @@ from server.engine.step_times import CostTable
 from server.token_bytes import TokenBytes
 from server.types import Delta, Request, SpeculationParams, VocabularyParams
 from tests.engine.requests import finish, ids_of, in_the_table_s_time, request_of
-from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter, tree_of
+from tests.fakes.fake_drafters import FakeDrafter, chain, oracle_drafter, random_drafter, tree_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 MODEL = FakeModel(16, seed=5)
@@ -391,7 +391,7 @@ def test_dear_rows_mean_no_drafts_and_no_proposals() -> None:
     def propose(tokens: list[int], budget: int, depth: int) -> DraftTree:
         nonlocal calls
         calls += 1
-        return DraftTree.chain([1])
+        return chain([1])
 
     cost = CostTable([1, 2, 64], [0.01, 0.03, 1.0])
     engine, runner = _engine(drafters={"d": FakeDrafter(propose)}, cost=cost)
@@ -416,7 +416,7 @@ def test_a_lone_request_drafts_beside_its_prompt() -> None:
 
 def test_an_asked_choice_whose_nodes_do_not_pay_says_budget() -> None:
     """A node that comes true in one of ten steps takes two tenths of a step."""
-    drafter = FakeDrafter(lambda tokens, budget, depth: DraftTree.chain([1], [0.1]))
+    drafter = FakeDrafter(lambda tokens, budget, depth: chain([1], [0.1]))
     cost = CostTable([1, 2, 64], [0.010, 0.012, 0.5])
     engine, runner = _engine(drafters={"d": drafter}, cost=cost)
     in_the_table_s_time(engine)
@@ -427,7 +427,7 @@ def test_an_asked_choice_whose_nodes_do_not_pay_says_budget() -> None:
 
 
 def test_a_drafter_that_always_misses_is_asked_less_and_less() -> None:
-    wrong = FakeDrafter(lambda t, b, d: DraftTree.chain([14] * min(b, d), [0.99] * min(b, d)))
+    wrong = FakeDrafter(lambda t, b, d: chain([14] * min(b, d), [0.99] * min(b, d)))
     engine, _ = _engine(
         drafters={"d": wrong},
         num_blocks=200,

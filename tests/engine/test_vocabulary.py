@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafters.tree import DraftTree
 from server.engine.batch import Batch, Drawn, Int32
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
@@ -25,7 +24,7 @@ from server.wiring.engine import _warm_up as warm_up
 from tests.engine.one_token_loop import one_token_loop
 from tests.engine.requests import ids_of, request_of
 from tests.engine.scenarios import EOS, Collector
-from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter
+from tests.fakes.fake_drafters import FakeDrafter, chain, oracle_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -208,7 +207,7 @@ def test_each_mode_of_a_profile_keeps_its_t() -> None:
 
 
 def test_blocks_of_drafts_that_missed_go_back_while_tokens_wait() -> None:
-    wrong = FakeDrafter(lambda _, budget, depth: DraftTree.chain([23] * min(budget, depth)))
+    wrong = FakeDrafter(lambda _, budget, depth: chain([23] * min(budget, depth)))
     profile = _profile(set(range(24)), 24)
     engine, _ = _engine(FakeModel(24, seed=2), profile, drafters={"wrong": wrong})
     drafts, size = SpeculationParams("wrong", 20), engine.info.block_size

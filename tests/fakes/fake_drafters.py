@@ -28,7 +28,6 @@ class FakeSession:
         self._num_prompt = len(self.tokens)
         self.propose_from = propose_from
         self.is_closed = False
-        self._offered: DraftTree | None = None
 
     def _alive(self) -> None:
         if self.is_closed:
@@ -44,7 +43,7 @@ class FakeSession:
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         self._alive()
-        tree.validate()
+        check_tree(tree)
         parent = -1
         for node in accepted:
             assert tree.parents[node] == parent
@@ -108,6 +107,22 @@ def tree_of(
         np.full(len(ids), source, np.uint8),
         np.asarray(cell, np.int32),
     )
+
+
+def chain(ids: Sequence[int], survival: Sequence[float] | None = None) -> DraftTree:
+    """A tree that is one path; survival falls by a factor of 0.9 a token when not given."""
+    falling = [0.9 ** (i + 1) for i in range(len(ids))]
+    return tree_of(ids, range(-1, len(ids) - 1), survival or falling)
+
+
+def check_tree(tree: DraftTree) -> None:
+    """Raise AssertionError unless what DraftTree says of itself is true."""
+    parents, survival, num = tree.parents, tree.survival, len(tree)
+    assert parents.shape == survival.shape == (num,), "columns differ in length"
+    assert ((parents >= -1) & (parents < np.arange(num))).all(), "a parent that is no earlier node"
+    assert (survival <= np.append(survival, 1.0)[parents] + 1e-6).all(), "above its parent's"
+    siblings = set(zip(parents.tolist(), tree.token_ids.tolist(), strict=True))
+    assert len(siblings) == num, "a node repeats a sibling's token"
 
 
 def random_tree(
@@ -213,11 +228,11 @@ def broken_drafter(seed: int, vocab_size: int) -> FakeDrafter:
         if kind == 0:
             raise RuntimeError("the drafter is broken")
         if kind == 1:
-            return DraftTree.chain([vocab_size + 3])
+            return chain([vocab_size + 3])
         if kind == 2:
             return tree_of([1, 2], [1, -1], 0.5)
         if kind == 3:
-            return DraftTree.chain([1], [float("nan")])
+            return chain([1], [float("nan")])
         return random_tree(rng, vocab_size, budget, max_depth)
 
     return FakeDrafter(propose, _BrokenSession)
@@ -302,7 +317,7 @@ class LikelySession(FakeSession):
         while len(path) < min(budget, max_depth) and self._likely.get(token):
             token = self._likely[token][0]
             path.append(token)
-        return DraftTree.chain(path)
+        return chain(path)
 
 
 class LikelyDrafter(FakeDrafter):
@@ -338,12 +353,4 @@ class OwnLogits(AutoDrafter):
     @property
     def num_open(self) -> int:
         """Sessions that were never closed."""
-        return sum(_is_open(session) for session in self.sessions)
-
-
-def _is_open(session: AutoSession) -> bool:
-    try:
-        session.checkpoint()
-    except SessionClosedError:
-        return False
-    return True
+        return sum(not session._closed for session in self.sessions)

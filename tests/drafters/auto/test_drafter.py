@@ -311,11 +311,11 @@ def test_a_corpus_that_outputs_do_not_follow_costs_no_steps(corpus: Corpus) -> N
 def test_a_corpus_that_fits_is_followed_again(corpus: Corpus) -> None:
     drafter = AutoDrafter(corpus=corpus)
     drafter.trust.fit.num_tokens, drafter.trust.fit.gain = 400.0, -80.0
-    assert not drafter.follows_corpus
+    assert not drafter.trust.fit.helps
     session = opened(drafter, examples(1, 2)[0][0])
     assert len(session.propose(8, 8)) == 0, "nothing else knows how an output begins"
     _tokens_per_step(drafter, recordings(200, 13))
-    assert drafter.follows_corpus and drafter.trust.fit.gain > 0.0
+    assert drafter.trust.fit.helps and drafter.trust.fit.gain > 0.0
 
 
 def test_what_a_step_without_the_corpus_would_have_brought_is_counted(corpus: Corpus) -> None:

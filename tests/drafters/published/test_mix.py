@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drafters.corpus import build_corpus
 from drafters.published.mix import MixDrafter
+from tests.fakes.fake_drafters import check_tree
 
 # 1 2 -> 3 four times, 1 2 -> 4 once; 9 2 -> 5 six times. M_2 after 2: 5 x6, 3 x4, 4 x1.
 OUTPUTS = [[1, 2, 3]] * 4 + [[1, 2, 4]] + [[9, 2, 5]] * 6
@@ -54,7 +55,7 @@ def test_pruning_is_by_p_min() -> None:
 def test_drafts_are_chains_as_long_as_the_horizon() -> None:
     drafter = MixDrafter(corpus=CORPUS, horizon=7)
     tree = drafter.open([1]).propose(16, 16)
-    tree.validate()
+    check_tree(tree)
     assert tree.parents.tolist() == list(range(-1, 6))
     assert len(drafter.open([1]).propose(16, 3)) == len(drafter.open([1]).propose(3, 16)) == 3
 

@@ -9,6 +9,7 @@ import pytest
 
 from drafters.published.trie import NGramTrie, TrieDrafter
 from tests.drafters.trees import paths
+from tests.fakes.fake_drafters import check_tree
 
 A, B, C, D, E = range(5)
 CONTEXT = [A, B, C, D, A, B, E]
@@ -57,7 +58,7 @@ def test_the_cut_keeps_what_fits_by_frequency() -> None:
     session = drafter.open(context)
     session.extend(context[:1])
     tree = session.propose(64, 64)
-    tree.validate()
+    check_tree(tree)
     assert len(tree) == 64
     frequencies = frequencies_of(NGramTrie(context, drafter.n, drafter.prefix_length))
     found = [(context[0], *path) for path in paths(tree)]

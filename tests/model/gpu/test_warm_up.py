@@ -19,7 +19,7 @@ from server.engine.plan import EngineSettings
 from server.model.gpu.runner import TorchRunner
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import run_requests
-from tests.fakes.fake_drafters import FakeDrafter
+from tests.fakes.fake_drafters import FakeDrafter, chain
 from tests.model import families
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
 from tests.model.gpu.needs import quiet
@@ -65,7 +65,7 @@ def programs(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> set[Program]
 def _repeat(tokens: list[int], _budget: int, max_depth: int) -> DraftTree:
     """The last token again, once or twice."""
     num = min(2, max_depth)
-    return DraftTree.chain(tokens[-1:] * num, [0.9, 0.8][:num])
+    return chain(tokens[-1:] * num, [0.9, 0.8][:num])
 
 
 def _serve(runner: TorchRunner) -> None:
