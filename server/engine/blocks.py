@@ -41,8 +41,6 @@ def chain_key(parent: bytes, token_ids: bytes) -> bytes:
 def _num_common(left: bytes, right: bytes) -> int:
     """How many int32 ids two runs begin with alike."""
     most = min(len(left), len(right))
-    if left[:most] == right[:most]:
-        return most // 4
     ends = (i for i in range(0, most, 4) if left[i : i + 4] != right[i : i + 4])
     return next(ends, most) // 4
 
@@ -143,6 +141,8 @@ class BlockPool:
         """
         behind = self._behind.get(parent, [])
         at = bisect(behind, (ids, -1))
+        if at < len(behind) and behind[at][0] == ids:  # as most of a prompt's blocks
+            return behind[at][1], len(ids) // 4
         found = [(_num_common(own, ids), block) for own, block in behind[max(0, at - 1) : at + 1]]
         num, block = max(found, default=(0, -1))  # what has most in common stands next to them
         return block, num

@@ -537,13 +537,13 @@ class Scheduler:
         hits: list[int] = []
         if not self._reads_cache(sequence):
             return hits, 0
-        size, last = self.table.block_size, sequence.num_tokens - 1  # one token is recomputed
+        size = self.table.block_size
+        ids = sequence.ids[: sequence.num_tokens - 1].tobytes()  # one token is recomputed
         while True:
             num = len(hits) * size
             self._extend_keys(sequence, len(hits))
             parent = sequence.keys[len(hits) - 1] if hits else sequence.root_key
-            ids = sequence.ids[num : min(num + size, last)].tobytes()
-            block, more = self.pool.nearest(parent, ids)
+            block, more = self.pool.nearest(parent, ids[4 * num : 4 * (num + size)])
             if more < size:
                 break
             hits.append(block)
