@@ -20,7 +20,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.trees import Trees, checked
 from server.types import SpeculationParams
-from tests.engine.requests import request_of
+from tests.engine.requests import finish, request_of
 from tests.fakes.fake_drafters import chain, check_tree, tree_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
@@ -137,13 +137,11 @@ def test_a_published_drafter_learns_from_the_nodes_that_were_verified() -> None:
         np.diff(start).astype(np.int64), 2
     )
     prompt, drafts = [i % 7 + 1 for i in range(20)], SpeculationParams("d", 10)
-    engine.submit(request_of("r", prompt, max_tokens=31, speculation=drafts))
     known: Any = drafter
-    before, drafted, accepted = known.calibration.counts()["offers"].sum(axis=1), 0, 0
-    while engine.has_work:
-        for delta in engine.step():
-            drafted += delta.counts.num_drafted
-            accepted += delta.counts.num_accepted
+    before = known.calibration.counts()["offers"].sum(axis=1)
+    told = finish(engine, request_of("r", prompt, max_tokens=31, speculation=drafts))["r"]
+    drafted = sum(delta.counts.num_drafted for delta in told)
+    accepted = sum(delta.counts.num_accepted for delta in told)
     offered, came = known.calibration.counts()["offers"].sum(axis=1) - before
     assert drafted == accepted > 10
     assert (offered, came) == (pytest.approx(drafted), pytest.approx(accepted))
@@ -155,9 +153,7 @@ def test_auto_hears_how_many_nodes_of_its_two_trees_were_verified() -> None:
     drafter = AutoDrafter(corpus=corpus)
     engine = _engine(drafter)
     drafts = SpeculationParams("d", 4)
-    engine.submit(request_of("r", (9, 8), max_tokens=31, speculation=drafts))
-    num_drafts = 0
-    while engine.has_work:
-        num_drafts += sum(delta.counts.num_drafts for delta in engine.step())
+    told = finish(engine, request_of("r", (9, 8), max_tokens=31, speculation=drafts))["r"]
+    num_drafts = sum(delta.counts.num_drafts for delta in told)
     assert num_drafts > 3
     assert num_drafts - 2 <= drafter.trust.fit.num_steps <= num_drafts

@@ -14,7 +14,7 @@ from server.engine.plan import EngineSettings
 from server.engine.sequence import Status
 from server.types import Delta, Request
 from tests.api.real_engine import make_engine
-from tests.engine.requests import request_of
+from tests.engine.requests import finish, request_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 SEATS = 16
@@ -246,7 +246,5 @@ def test_choices_that_will_fork_wait_for_a_first_token_and_have_their_seats() ->
     for i in range(5):
         engine.submit(request(f"waits{i}", "a", 4, max_tokens=9))
     assert engine.scheduler.num_awaiting_first == 6, "three seats are free, not five"
-    while engine.has_work:
-        engine.step()
-        engine.check()
+    finish(engine)
     assert engine.scheduler.num_awaiting_first == 0

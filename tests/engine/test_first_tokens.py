@@ -17,7 +17,7 @@ from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import Request, SpeculationParams
 from tests.engine.open_loop import Job, Served, jobs_of, percentile, poisson, serve
-from tests.engine.requests import request_of
+from tests.engine.requests import finish, request_of
 from tests.engine.scenarios import fake_runner, make_engine, random_workload
 from tests.fakes.fake_drafters import LikelyDrafter, LikelySession
 from tests.fakes.fake_runner import FakeModel
@@ -103,8 +103,7 @@ def test_the_row_of_a_first_token_is_noted_where_prompts_leave_no_room_for_draft
     assert deltas[0].counts.num_drafted == 0
     (session,) = drafter.sessions
     assert isinstance(session, LikelySession) and session.num_rows == 1
-    while engine.has_work:
-        engine.step()
+    finish(engine)
 
 
 def _request(salt: str) -> Request:
@@ -162,8 +161,7 @@ def test_what_can_wait_is_done_for_drafts_once_a_prompt_is_under_way(
         sessions.events.append("told")
         engine.step()
         found.append(tuple(sessions.events))
-        while engine.has_work:
-            engine.step()
+        finish(engine)
     # The very first drafter is made to find out whether it can be; nothing is known in scope "b".
     order = ("launched", "told", "opened", "launched")
     if knows_starts:
@@ -184,9 +182,7 @@ def test_no_drafter_is_made_for_a_scope_that_is_never_asked() -> None:
     cost = CostTable([1, 8], [1.0, 1.1])
     engine = Engine(fake_runner(work), {"own": sessions.make}, settings, cost=cost)
     for salt in ("a", "b", "b"):
-        engine.submit(_request(salt))
-        reasons = []
-        while engine.has_work:
-            reasons += [delta.counts.no_draft_reason for delta in engine.step()]
+        told = finish(engine, _request(salt))["r"]
+        reasons = [delta.counts.no_draft_reason for delta in told]
         assert reasons == ["prefill", "cooldown", "cooldown", "length"]
     assert sessions.events == ["made"]

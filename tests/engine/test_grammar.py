@@ -541,9 +541,9 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(load: Callable[[], An
     other = small.compile(GrammarSpec("regex", "a"), "b\0")
     assert other is not first, "how soon it is there would tell what another scope asks"
     assert small.compile(GrammarSpec("regex", "a"), "b\0") is other
-    for i in range(20):
-        small.compile(GrammarSpec("regex", f"b{{{i}}}")).result()
-    assert len(small._kept) == 4
+    found = [small.compile(GrammarSpec("regex", f"b{{{i}}}")) for i in range(20)]
+    again = [small.compile(GrammarSpec("regex", f"b{{{i}}}")) for i in (19, 18, 17, 16, 15)]
+    assert [one in found for one in again] == [True, True, True, True, False]
     assert small.compile(GrammarSpec("regex", "a")) is not first
     bad = small.compile(GrammarSpec("regex", "("))
     with pytest.raises(ValueError, match="unclosed"):
@@ -554,15 +554,19 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(load: Callable[[], An
 
 def test_large_grammars_are_kept_by_their_length(load: Callable[[], Any]) -> None:
     large = GrammarCompiler(load, VOCAB, max_kept_chars=1000)
-    for i in range(9):
-        large.compile(GrammarSpec("regex", f"{i}" * 300)).result()
+    specs = [GrammarSpec("regex", f"{i}" * 300) for i in range(9)]
+    found = []
+    for spec in specs:
+        found.append(large.compile(spec))
         large.compile(GrammarSpec("regex", "(" * 300)).exception()  # fails each time: kept once
-    assert len(large._kept) == 3
+    again = [large.compile(spec) for spec in specs[:-4:-1]]
+    assert [one in found for one in again] == [True, True, False], "beside the one that fails"
     alone = large.compile(GrammarSpec("regex", "a" * 5000))
-    assert len(large._kept) == 1 and large.compile(GrammarSpec("regex", "a" * 5000)) is alone
-    for i in range(9):
-        large.compile(GrammarSpec("regex", f"b{i}")).result()
-    assert len(large._kept) == 9  # the long one went, and its length with it
+    assert large.compile(GrammarSpec("regex", "a" * 5000)) is alone
+    assert large.compile(specs[-1]) not in found
+    specs = [GrammarSpec("regex", f"b{i}") for i in range(9)]
+    found = [large.compile(spec) for spec in specs]
+    assert [large.compile(spec) for spec in specs] == found  # the long one went, and its length
     large.close()
 
 

@@ -15,7 +15,7 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import SpeculationParams, StepCounts
-from tests.engine.requests import in_the_table_s_time, request_of
+from tests.engine.requests import finish, ids_of, in_the_table_s_time, request_of
 from tests.engine.scenarios import make_drafter, make_engine, random_workload
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -40,15 +40,9 @@ def eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int
         return (["cooldown"] * len(arguments[0]), 0) if dear else ask(*arguments)
 
     engine.gain.ask = counted  # type: ignore[method-assign,assignment]
-    for _, request, _ in work.requests:
-        engine.submit(request)
-    counts: list[StepCounts] = []
-    texts: dict[str, list[int]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            counts.append(delta.counts)
-            texts.setdefault(delta.request_id, []).extend(delta.token_ids)
-    return counts, asked, texts
+    told = finish(engine, *(request for _, request, _ in work.requests))
+    counts = [delta.counts for deltas in told.values() for delta in deltas]
+    return counts, asked, {name: ids_of(deltas) for name, deltas in told.items()}
 
 
 def test_who_is_asked_is_not_weighed_in_every_step() -> None:
@@ -85,10 +79,9 @@ def test_steps_of_a_rest_are_booked_before_its_choices_leave() -> None:
     for i in range(12):
         left.clear()
         sampling = {"temperature": 1.0, "max_tokens": 200, "seed": i, "ignore_eos": False}
-        engine.submit(request_of("r", (3, 4), speculation=SpeculationParams("auto", 8), **sampling))
-        while engine.has_work:
-            ended += sum(delta.finish_reason == "stop" for delta in engine.step())
-        engine.tend()
+        spec = SpeculationParams("auto", 8)
+        told = finish(engine, request_of("r", (3, 4), speculation=spec, **sampling))["r"]
+        ended += told[-1].finish_reason == "stop"
     assert ended > 6 and num_rested > 20
 
 

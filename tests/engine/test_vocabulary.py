@@ -22,7 +22,7 @@ from server.engine.slices import NO_PROFILE, ExactControl
 from server.types import Delta, Request, SpeculationParams, VocabularyParams
 from server.wiring.engine import _warm_up as warm_up
 from tests.engine.one_token_loop import one_token_loop
-from tests.engine.requests import ids_of, request_of
+from tests.engine.requests import finish, ids_of, request_of
 from tests.engine.scenarios import EOS, Collector
 from tests.fakes.fake_drafters import FakeDrafter, chain, oracle_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -65,13 +65,7 @@ def _request(
 
 def _drain(engine: Engine, *requests: Request) -> list[Delta]:
     """Submit them, and step until all is done."""
-    for request in requests:
-        engine.submit(request)
-    deltas = engine.take_deltas()
-    while engine.has_work:
-        deltas += engine.step()
-        engine.check()
-    return deltas
+    return [delta for told in finish(engine, *requests).values() for delta in told]
 
 
 def _truth(model: FakeModel, request: Request) -> list[int]:

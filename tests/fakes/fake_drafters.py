@@ -353,4 +353,12 @@ class OwnLogits(AutoDrafter):
     @property
     def num_open(self) -> int:
         """Sessions that were never closed."""
-        return sum(not session._closed for session in self.sessions)
+        return sum(_is_open(session) for session in self.sessions)
+
+
+def _is_open(session: AutoSession) -> bool:
+    try:
+        session.checkpoint()
+    except SessionClosedError:
+        return False
+    return True
