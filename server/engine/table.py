@@ -85,7 +85,6 @@ class Table:
         seat = self._free.pop()
         self.numbers[:, seat] = 0
         self.gain_seat[seat] = -1
-        self.blocks[seat] = 0
         if len(end_ids) > self.ends.shape[1]:
             wider = len(end_ids) - self.ends.shape[1]
             self.ends = np.pad(self.ends, ((0, 0), (0, wider)), constant_values=-1)
@@ -94,7 +93,7 @@ class Table:
         return seat
 
     def give_back(self, seat: int) -> None:
-        """The seat's choice has ended."""
+        """The seat's choice has ended, and has no blocks any more."""
         self._free.append(seat)
 
     def check(self, seats: Sequence[int], ended: Sequence[int] = ()) -> None:
@@ -114,12 +113,17 @@ class Table:
         assert (self.num_published[at] * size <= self.prompt_len[at] + verified).all()
         places = np.arange(self.blocks.shape[1])
         assert not self.blocks[at][places >= blocks[:, None]].any(), "a block behind the last"
+        assert not self.blocks[[*ended, *self._free]].any(), "a block of nobody"
 
     def _grow(self, num_seats: int) -> None:
         old = self.numbers.shape[1]
         more = num_seats - old
         self.numbers = np.pad(self.numbers, ((0, 0), (0, more)))
-        self.blocks = np.pad(self.blocks, ((0, more), (0, 0)))
+        # Only those that run have blocks: who waits takes no memory for them.
+        blocks: Int32x2 = np.zeros((num_seats, self.blocks.shape[1]), np.int32)
+        used = np.flatnonzero(self.numbers[NUM_BLOCKS, :old])
+        blocks[used] = self.blocks[used]
+        self.blocks = blocks
         self.ends = np.pad(self.ends, ((0, more), (0, 0)), constant_values=-1)
         self._free += range(num_seats - 1, old - 1, -1)
         for name, column in zip(_NAMES, self.numbers, strict=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +35,9 @@ def test_seats_are_nobody_s_twice_and_a_new_one_is_blank(moves: list[int]) -> No
     seats: dict[int, int] = {}
     for move in moves:
         if move % 2 == 0 and seats:
-            table.give_back(seats.popitem()[0])
+            seat, _ = seats.popitem()
+            table.blocks[seat] = 0
+            table.give_back(seat)
         else:
             seat = table.take_seat(list(range(move)))
             assert seat not in seats
@@ -46,6 +51,19 @@ def test_seats_are_nobody_s_twice_and_a_new_one_is_blank(moves: list[int]) -> No
             assert (table.numbers[:, seat] == value).all() and (table.blocks[seat] == value).all()
             assert [i for i in table.ends[seat].tolist() if i >= 0] == list(range(value))
             assert table.num_tokens[seat] == value, "a column is a line of the numbers"
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux alone tells of pages")
+def test_who_waits_takes_no_memory_for_blocks() -> None:
+    """A thousand requests of a hundred choices may."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, table = resident(), Table(block_size=16, max_model_len=1 << 17)
+    seats = [table.take_seat([1]) for _ in range(5000)]
+    assert resident() - before < 0.1 * table.blocks.nbytes
+    assert not table.blocks[seats[-1]].any()
 
 
 def test_verified_tokens_are_never_taken_back() -> None:
