@@ -43,12 +43,6 @@ from typing import TYPE_CHECKING, Any
 from drafters.slow_door import Door as SlowDoor
 from drafters.target import NATIVE, TARGETS, chosen
 
-__all__ = [
-    "Door", "alone", "build", "build_door", "c_compiler", "code_folder", "digest", "fail",
-    "find_library", "is_whole", "library_path", "load", "machine_of", "modules_of", "object_path",
-    "own_path", "raw_address", "read_again", "sealed",
-]  # fmt: skip
-
 _log = logging.getLogger(__name__)
 
 # What finds and loads code changes none, nor does what this package names for those who draft: all
