@@ -470,7 +470,9 @@ def _translated(
             if not isinstance(inside, dict):
                 continue  # what is wrong with it is told where it is checked
             inside = ours[path[0]] = dict(inside)
-        before = inside.setdefault(path[-1], value)
+        before = inside.get(path[-1])
+        if before is None:
+            inside[path[-1]] = before = value
         if before is not value and (before != value or type(before) is not type(value)):
             other = spelled.get(path, ".".join(path))
             raise InvalidRequestError(
@@ -531,15 +533,18 @@ _PLAIN = {
 def _invalid(
     problem: ErrorDetails, body: Mapping[str, Any], spelled: Mapping[Path, str]
 ) -> InvalidRequestError:
-    path = tuple(p for p in problem["loc"] if not str(p).startswith("="))  # kinds are no members
+    path: list[Any] = []
     value: Any = body
-    for part in path:
+    for part in problem["loc"]:
+        if str(part).startswith("=") and not (isinstance(value, dict) and part in value):
+            continue  # a kind is no member
+        path.append(part)
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
             value = None
     param = ""
-    for part in _respelled(path, spelled):
+    for part in _respelled(tuple(path), spelled):
         if isinstance(part, int):
             param += f"[{part}]"
         else:
@@ -719,6 +724,12 @@ def depth(value: Any, most: int) -> int:
     inner = value.values() if isinstance(value, dict) else value
     levels = (depth(item, most - 1) for item in inner if isinstance(item, (dict, list)))
     return 1 + max(levels, default=0)
+
+
+def num_values(value: Any) -> int:
+    """How many values a value is, itself and all within it."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(num_values, inner))
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

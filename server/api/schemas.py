@@ -29,7 +29,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import quote, unquote
 
-from server.api.bodies import depth, parse_object
+from server.api.bodies import depth, num_values, parse_object
 from server.errors import InvalidBodyError, LimitExceededError, UnsupportedFieldError, echoed
 from server.grammar_text import MAX_SOURCE_CHARS
 
@@ -244,7 +244,8 @@ class _Taken:
             return True
         values, values_of_other = _listed(one), _listed(other)
         if values is not None and values_of_other is not None:
-            return not any(same(a, b) for a in values for b in values_of_other)
+            self._num_compared += (len(values) + len(values_of_other)) // 100
+            return {*map(_identity, values)}.isdisjoint(map(_identity, values_of_other))
         if kinds & kinds_of_other != {"object"}:
             return False
         members, members_of_other = _required(one), _required(other)
@@ -287,15 +288,15 @@ def _required(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: members[name] for name in required if isinstance(name, str) and name in members}
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equality of JSON: true is not 1."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return bool(a == b)
+def _identity(value: Any) -> Any:
+    """What two values share if they are equal in JSON, where 1 is 1.0 and true is not 1."""
+    if isinstance(value, bool):
+        return bool, value
+    if isinstance(value, list):
+        return list, *map(_identity, value)
+    if isinstance(value, dict):
+        return frozenset((name, _identity(item)) for name, item in value.items())
+    return value
 
 
 def target(root: Any, reference: Any) -> Any:
@@ -482,6 +483,7 @@ class StrictArguments:
         self._root = schema
         self._at = at
         self._num_steps = 0  # of the check of one call
+        self._options: dict[int, set[Any]] = {}  # identities of what a schema lists, by its id()
         self._learn(schema)
 
     def fits(self, text: str) -> bool:
@@ -493,25 +495,35 @@ class StrictArguments:
             return False
 
     def _learn(self, schema: Any) -> None:
-        if isinstance(schema, bool):
-            return
-        if not isinstance(schema, dict):
-            raise self._refusal(f"{echoed(schema)} where a schema should be")
-        for key, value in schema.items():
-            if key in _ANNOTATIONS:
+        """Look at every schema that a value may be held to, wherever a reference finds it."""
+        seen: set[int] = set()
+        ahead = [schema]
+        while ahead:
+            part = ahead.pop()
+            if isinstance(part, bool) or id(part) in seen:
                 continue
-            if key not in _CHECKED or not _is_well_formed(key, value):
-                raise self._refusal(f"the keyword {echoed(key, 40)}")
-            if key in _NAMED:
-                for inner in value.values():
-                    self._learn(inner)
-            elif key in _LISTS:
-                for inner in value:
-                    self._learn(inner)
-            elif key in ("items", "additionalProperties"):
-                self._learn(value)
-            elif key == "$ref" and target(self._root, value) is None:
-                raise self._refusal(f"the reference {echoed(value, 40)}")
+            if not isinstance(part, dict):
+                raise self._refusal(f"{echoed(part)} where a schema should be")
+            seen.add(id(part))
+            for key, value in part.items():
+                if key in _ANNOTATIONS:
+                    continue
+                if key not in _CHECKED or not _is_well_formed(key, value):
+                    raise self._refusal(f"the keyword {echoed(key, 40)}")
+                if key in _NAMED:
+                    ahead += value.values()
+                elif key in _LISTS:
+                    ahead += value
+                elif key in ("items", "additionalProperties"):
+                    ahead.append(value)
+                elif key in ("const", "enum"):
+                    options = {*map(_identity, value if key == "enum" else [value])}
+                    self._options[id(part)] = options & self._options.get(id(part), options)
+                elif key == "$ref":
+                    found = target(self._root, value)
+                    if found is None:
+                        raise self._refusal(f"the reference {echoed(value, 40)}")
+                    ahead.append(found)
 
     def _refusal(self, what: str) -> UnsupportedFieldError:
         return UnsupportedFieldError(
@@ -532,10 +544,11 @@ class StrictArguments:
             kind = "integer"
         if kinds and kind not in ([kinds] if isinstance(kinds, str) else kinds):
             return False
-        if "const" in schema and not same(schema["const"], value):
-            return False
-        if "enum" in schema and not any(same(option, value) for option in schema["enum"]):
-            return False
+        options = self._options.get(id(schema))
+        if options is not None:
+            self._num_steps += num_values(value)
+            if _identity(value) not in options:
+                return False
         if "anyOf" in schema and not any(self._matches(s, value) for s in schema["anyOf"]):
             return False
         if not all(self._matches(s, value) for s in schema.get("allOf", ())):

@@ -108,6 +108,11 @@ def test_what_a_name_stands_for_is_a_field(model: type[GenerationBody]) -> None:
         ("/v1/completions", {"think": False}, {}),
         ("/v1/completions", {"regex": "[ab]+"}, {"structured_outputs": {"regex": "[ab]+"}}),
         ("/v1/completions", {"json_schema": CITY}, {"structured_outputs": {"json": CITY}}),
+        (
+            "/v1/completions",
+            {"regex": "a", "structured_outputs": {"regex": None}},
+            {"structured_outputs": {"regex": "a"}},
+        ),
         ("/v1/completions", {"guided_json": CITY}, {"structured_outputs": {"json": CITY}}),
         ("/v1/completions", {"grammar": GBNF}, {"structured_outputs": {"grammar": GBNF}}),
         ("/v1/completions", {"ebnf": GBNF}, {"structured_outputs": {"grammar": GBNF}}),

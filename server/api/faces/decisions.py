@@ -55,6 +55,7 @@ from server.api.bodies import (
     ModelName,
     content_schema,
     depth,
+    num_values,
     refuse_members,
     validate,
 )
@@ -135,7 +136,7 @@ class Question:
 
 def json_text(data: Any, at: str) -> str:
     """JSON as a model reads it. Raises LimitExceededError for a value too deep or too large."""
-    if depth(data, MAX_JSON_DEPTH + 1) > MAX_JSON_DEPTH or _num_values(data) > MAX_JSON_VALUES:
+    if depth(data, MAX_JSON_DEPTH + 1) > MAX_JSON_DEPTH or num_values(data) > MAX_JSON_VALUES:
         raise LimitExceededError(
             f"at most {MAX_JSON_DEPTH} levels and {MAX_JSON_VALUES} values.", at=at
         )
@@ -143,11 +144,6 @@ def json_text(data: Any, at: str) -> str:
     if len(text.encode()) > MAX_JSON_BYTES:
         raise LimitExceededError(f"at most {MAX_JSON_BYTES} bytes as compact JSON.", at=at)
     return text
-
-
-def _num_values(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(map(_num_values, inner))
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -240,8 +236,7 @@ def _prompt_ids(model: ServedModel, text: str, tail: str, text_at: str) -> list[
     """A question as the model was trained to be asked: by its chat template, if it has one, with
     the tail as the start of the answer; else as plain text."""
     if model.chat is None:
-        ids: list[int] = model.tokenizer.encode(text + tail, add_special_tokens=True).ids
-        return model.prompt_ids(ids)
+        return model.encoded(text + tail, True)
     try:
         chat = model.chat.render([{"role": "user", "content": text}], opening=tail.lstrip("\n"))
         return model.prompt_ids(model.chat.encode(chat))

@@ -67,6 +67,8 @@ def test_equality_is_that_of_json() -> None:
     assert check.fits('{"a": 1.0, "c": 0}') and check.fits('{"a": [true, {"b": null}]}')
     assert not check.fits('{"a": true}') and not check.fits('{"a": [1, {"b": null}]}')
     assert not check.fits('{"c": false}')
+    both = StrictArguments({"additionalProperties": {"const": 1, "enum": [1, 2]}}, "x")
+    assert both.fits('{"a": 1}') and not both.fits('{"a": 2}')
 
 
 def test_a_multiple_is_one_of_the_decimals_that_are_written() -> None:
@@ -88,6 +90,8 @@ def test_what_a_client_could_not_send_back_does_not_fit(value: str) -> None:
         {"anyOf": []}, {"enum": 5}, {"minimum": "x"}, {"items": [{}]},
         {"$ref": "http://127.0.0.1/x"}, {"$ref": "#/$defs/missing"}, {"$ref": 5},
         {"properties": {"a": {"oneOf": [{}]}}},
+        {"$ref": "#/default", "default": {"enum": 5}},
+        {"$ref": "#/default", "default": {"$ref": "#/$defs/missing"}},
     ],
     ids=str,
 )  # fmt: skip
@@ -103,7 +107,10 @@ def test_references_that_multiply_or_never_end_are_cut_short() -> None:
         for i in range(40)
     }
     doubling = {"$defs": {**definitions, "d40": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    listed = {"additionalProperties": {"enum": [f"{i}" for i in range(30_000)]}}
+    many = json.dumps({f"{i}": "29999" for i in range(10_000)})
     start_s = time.process_time()
+    assert StrictArguments(listed, "x").fits(many)
     assert not StrictArguments(doubling, "x").fits("{}")
     assert not StrictArguments({"$ref": "#"}, "x").fits("{}")
     assert not StrictArguments({}, "x").fits('{"a": ' + "[" * 100_000)
