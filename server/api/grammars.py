@@ -19,10 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server.api.bodies import GenerationBody, ResponseFormatBody, StructuredOutputsBody
+from server.api.bodies import (
+    GenerationBody,
+    ResponseFormatBody,
+    StructuredOutputsBody,
+    parse_object,
+)
 from server.api.schemas import SchemaRules, close_all, prepared
 from server.errors import (
     ConstraintUnsatisfiableError,
+    InvalidBodyError,
     InvalidRequestError,
     LimitExceededError,
     QueueFullError,
@@ -35,7 +41,7 @@ WHITESPACE = r" |\n[ \t]{0,24}"
 """White space between JSON tokens: a space, or a line break and its indentation. Small models that
 may write any amount of it sometimes write nothing else."""
 
-_GBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
+_GBNF = re.compile(r"^[^\S\n]*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 Wanted = tuple[GrammarSpec, str]
@@ -183,9 +189,9 @@ def _schema_of(value: Any, at: str) -> Any:
         if len(value) > MAX_SOURCE_CHARS:
             raise _too_long(at, len(value))
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise InvalidRequestError("the text is not JSON.", at=at) from None
+            return parse_object(value.encode())
+        except InvalidBodyError:
+            raise InvalidRequestError("the text is not that of a JSON object.", at=at) from None
     if not isinstance(value, dict):
         raise InvalidRequestError("a schema is an object.", at=at)
     return value
@@ -193,10 +199,7 @@ def _schema_of(value: Any, at: str) -> Any:
 
 def grammar_of_prepared(schema: Any, at: str, whitespace: str = WHITESPACE) -> GrammarSpec:
     """The grammar of a schema that is as a grammar holds it. Raises LimitExceededError."""
-    try:
-        source = json.dumps(schema, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        raise InvalidRequestError("holds a number that is none.", at=at) from None
+    source = json.dumps(schema, separators=(",", ":"))
     if len(source) > MAX_SOURCE_CHARS:
         raise _too_long(at, len(source))
     return GrammarSpec("json_schema", source, whitespace)

@@ -77,6 +77,8 @@ STRUCTURED: list[tuple[str, dict[str, Any], type[RequestError]]] = [
     (".json", {"json": "{"}, InvalidRequestError),
     (".json", {"json": True}, InvalidRequestError),
     (".json", {"json": "false"}, InvalidRequestError),
+    (".json", {"json": '{"$ref": "#/\\ud800"}'}, InvalidRequestError),
+    (".json", {"json": '{"type": "null", "type": "null"}'}, InvalidRequestError),
     (".json", {"json": {"not": {"type": "string"}}}, InvalidRequestError),
     (".json", {"json": {"$ref": "http://127.0.0.1:9/schema"}}, InvalidRequestError),
     (
@@ -120,6 +122,13 @@ def test_what_is_refused_names_its_field(
     assert caught.value.status == 400
     assert caught.value.message.isprintable() and len(caught.value.message) < 300
     assert "Expecting object schema" not in caught.value.message, "the library's own words"
+
+
+def test_an_empty_grammar_of_many_lines_is_soon_refused() -> None:
+    began_s = time.process_time()
+    with pytest.raises(InvalidRequestError):
+        _check(structured_outputs={"grammar": "\n" * 200_000})
+    assert time.process_time() - began_s < 2.0
 
 
 async def test_a_slow_grammar_does_not_stall_the_loop() -> None:
