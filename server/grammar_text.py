@@ -7,6 +7,7 @@ interpreter lock while it compiles, and its limits bound time and memory.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +51,20 @@ def grammar_text(spec: GrammarSpec) -> str:
     return LLMatcher.grammar_from_lark(spec.source)
 
 
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+
+
+def _plain(escape: re.Match[str]) -> str:
+    """An escape of GBNF as one that llguidance's translation keeps whole, or as its character."""
+    name = escape[1]
+    code = ord(name) if name in ("[", "]") else int(name[1:] or "-1", 16)
+    if code > 0x10FFFF:
+        raise ValueError(f"{escape[0]} is no character")
+    if code < 0 or 0xD800 <= code < 0xE000:
+        return escape[0]
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
+
+
 def _lark_of(gbnf: str) -> str:
     """llama.cpp's form of a grammar in llguidance's. Raises ValueError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -57,7 +72,7 @@ def _lark_of(gbnf: str) -> str:
     if len(gbnf) > MAX_GBNF_CHARS:
         raise ValueError(f"GBNF of more than {MAX_GBNF_CHARS} characters")
     try:
-        return gbnf_to_lark(gbnf)
+        return gbnf_to_lark(_ESCAPE.sub(_plain, gbnf))
     except Exception as error:  # a parser of grammars: it may raise anything
         raise ValueError(f"not GBNF: {str(error)[:120]}") from None
 

@@ -66,6 +66,10 @@ def test_openai_and_vllm_fields_give_json_of_the_schema(server: LiveServer) -> N
         ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
         ({"choice": ["yes", 'say "héllo"', "no\nway"]}, r'yes|say "héllo"|no\nway'),
         ({"grammar": 'start: "(" start ")" | "x"'}, r"\(*x\)*"),
+        (
+            {"grammar": r'root ::= "\u0061\U00000062\u00e9\xe8" [\u0063-\u0065]? "\[\\"'},
+            r"abéè[c-e]?\[\\",
+        ),
         ({"json": SCHEMA, "disable_any_whitespace": True}, r'\{"city":"[^"]+","year":\d+,.*\}'),
         ({"json": SCHEMA, "whitespace_pattern": "  "}, r'\{(  )?"city"(  )?:.*\}'),
     ],
