@@ -283,6 +283,15 @@ def test_the_answer_is_openais(server: LiveServer) -> None:
     Response.model_validate(post(server, tools=[TOOL]).json(), strict=True)
 
 
+def test_an_item_is_referred_to_once(server: LiveServer) -> None:
+    [item] = post(server).json()["output"]
+    said = {"type": "item_reference", "id": item["id"]}
+    asked = {"role": "user", "content": "x"}
+    assert post(server, input=[said, asked]).status_code == 200
+    answer = post(server, input=[said, asked, said])
+    check(answer, 400, "invalid_value", "input[2].id")
+
+
 def test_items_are_kept_for_their_key_and_within_bounds() -> None:
     def message(i: int, text: str = "x") -> MessageItem:
         return MessageItem(id=f"msg_{i}", status="completed", content=[TextPart(text=text)])

@@ -115,6 +115,11 @@ def one(**question: Any) -> dict[str, Any]:
         ("questions.q.criteria", {"questions": one(type="choice", criteria=["a"])}),
         ("questions.q.criteria", {"questions": one(type="choice", criteria=["a", 1])}),
         ("questions.q.criteria", {"questions": one(type="score", criteria=["a"])}),
+        ("questions.'=q'.type", {"questions": {"=q": {"type": "box"}}}),
+        (
+            f"questions.q.criteria.\\n{'b' * 58}...",
+            {"questions": one(type="choice", criteria={"a": None, "\n" + "b" * 4000: 5})},
+        ),
         ("questions.q.criteria[1]", {"questions": one(type="score", criteria=["a", 3])}),
     ],
 )

@@ -81,6 +81,7 @@ class Items:
         if len(given) > MAX_MESSAGES:
             raise LimitExceededError(f"at most {MAX_MESSAGES} items; got {len(given)}.", at="input")
         turns: list[Turn] = []
+        referred: set[str] = set()
         for i, item in enumerate(given):
             at = f"input[{i}]"
             if not isinstance(item, dict):
@@ -96,6 +97,9 @@ class Items:
                         "with store: false.",
                         at=f"{at}.id",
                     )
+                if item["id"] in referred:  # a short body would become a prompt without end
+                    raise InvalidRequestError("this item is there twice.", at=f"{at}.id")
+                referred.add(item["id"])
                 item, kind = found, found.get("type", "message")
             if kind == "reasoning" and all(says_nothing(item.get(k)) for k in _THOUGHTS):
                 continue

@@ -94,8 +94,13 @@ class SystemOneBody(BodyPart):
     questions: dict[str, Annotated[Any, _QUESTION]] = Field(min_length=1, max_length=MAX_QUESTIONS)
 
 
+def _member(name: str) -> str:
+    """A name that the client gave, in a path."""
+    return echoed(name, 64).strip("'")
+
+
 def _question(given: Any, name: str) -> Question:
-    at = f"questions.{echoed(name, 64).strip(chr(39))}"
+    at = f"questions.{_member(name)}"
     told = _text(given.instructions, f"{at}.instructions")
     if isinstance(given, NoulQuestion):
         for key, criterion in given.criteria or NoulCriteria():
@@ -118,7 +123,7 @@ def _question(given: Any, name: str) -> Question:
         )
     _check_labels(criteria, where)
     options = [
-        Option(label, None if what is None else _text(what, f"{where}.{label}"))
+        Option(label, None if what is None else _text(what, f"{where}.{_member(label)}"))
         for label, what in criteria.items()
     ]
     return Question("choice", told, tuple(options), at, name)
