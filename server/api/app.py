@@ -29,6 +29,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Match
 
 from server import __version__
 from server.api.admin import ADAPTER_PATHS, AdapterRoutes, TaskAdmin, TaskRoutes
@@ -131,8 +132,9 @@ def create_app(
     app.state.follow_tasks = task_routes.follow
     if has_page:
         add_dashboard(app, client, history, tells_sums=not config.metrics.admin_only)
-    for route in [r for r in app.routes if isinstance(r, APIRoute) and r.methods == {"GET"}]:
-        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            route.methods.add("HEAD")
     paths |= {str(path) for r in app.routes if "{" not in (path := getattr(r, "path", "{"))}
     app.openapi = lambda: document(app, has_keys=bool(config.keys))  # type: ignore[method-assign]
     return app
@@ -214,7 +216,8 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
         ours = {getattr(route, "path", "") for route in request.app.routes}
         told = RouteNotFoundError(f"There is no route {path}.{_advice(request.url.path, ours)}")
     elif error.status_code == 405:
-        allow = (error.headers or {}).get("Allow", "")
+        routes = [r for r in request.app.routes if r.matches(request.scope)[0] != Match.NONE]
+        allow = ", ".join(sorted({method for route in routes for method in route.methods}))
         told = MethodNotAllowedError(
             f"The route {path} has no {echoed(method)}.", headers=(("allow", allow),)
         )

@@ -4,6 +4,7 @@ every route can answer, so that a new route has them without declaring them."""
 from __future__ import annotations
 
 import functools
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -143,11 +144,13 @@ def described(
 def document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     """The whole document; made once and kept, as FastAPI does. has_keys: are keys asked for?"""
     if app.openapi_schema is None:
-        for route in app.routes:
+        routes: list[Any] = list(map(copy, app.routes))
+        for route in routes:
             extra = getattr(route, "openapi_extra", None) or {}
             if _LATER in extra:
                 extra |= extra.pop(_LATER)()
-        made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            route.methods = route.methods - {"HEAD"}  # each GET route has it
+        made = get_openapi(title=app.title, version=app.version, routes=routes)
         for path, operations in made["paths"].items():
             for method, operation in operations.items():
                 _complete(method, path, operation, has_keys)

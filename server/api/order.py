@@ -21,7 +21,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from drafters.catalog import Need, spec_of, that_use
@@ -146,7 +147,7 @@ class Order:
     num_truncated: int
     table: TokenBytes
     token_names: TokenNames | TokenIdNames
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int
 
     @property
     def needs_engine(self) -> bool:
@@ -268,18 +269,10 @@ class Orders:
             num_truncated,
             table=generation.table or model.table,
             token_names=model.names if names_of_tokens is None else names_of_tokens,
+            created=int(time.time()),
         )
 
     # --- texts and ids ---
-
-    async def encode(
-        self, model: ServedModel, text: str, *, add_special: bool, num_chars: int = 0
-    ) -> list[int]:
-        """The ids of a text; long texts are done in a thread. num_chars: of all of a request's."""
-        num_chars = max(num_chars, len(text))
-        if num_chars < LONG_TEXT_CHARS:
-            return _encoded(model, text, add_special)
-        return await self.work(lambda: _encoded(model, text, add_special), num_chars)
 
     async def work(self, do: Callable[[], _T], num_chars: int) -> _T:
         """Run `do`, which reads num_chars characters: here, or in a thread if they are many."""
@@ -312,7 +305,7 @@ class Orders:
             if generation.truncate_to is None:
                 self.check_size(len(prompt.encode()), target, generation.max_tokens, names)
             special = generation.adds_special_tokens
-            ids = await self.encode(model, prompt, add_special=special, num_chars=num_chars)
+            ids = await self.work(partial(model.encoded, prompt, special), num_chars)
             if not ids:
                 raise InvalidRequestError(
                     "the prompt has no tokens; it cannot be empty.", at=at, param=names["prompt"]
@@ -481,11 +474,6 @@ def rules_of(body: GenerationBody, task: TaskConfig) -> SchemaRules:
         closes=not (task.additional_properties if opens is None else opens),
         is_lenient=task.lenient_schemas if lenient is None else lenient,
     )
-
-
-def _encoded(model: ServedModel, text: str, add_special: bool) -> list[int]:
-    ids: list[int] = model.tokenizer.encode(text, add_special_tokens=add_special).ids
-    return ids if model.reads is None else model.reads(ids)
 
 
 def _too_long(

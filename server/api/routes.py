@@ -185,7 +185,8 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
                 if getattr(body, name) not in (None, [], {}):
                     raise InvalidRequestError("allowed only with messages.", at=name)
             special = body.add_special_tokens is not False
-            ids = await context.orders.encode(target.model, body.prompt, add_special=special)
+            encode = partial(target.model.encoded, body.prompt, special)
+            ids = await context.orders.work(encode, len(body.prompt))
         to_token = target.model.tokenizer.id_to_token
         return AnswerResponse(
             Tokens(

@@ -106,6 +106,10 @@ class ServedModel:
         """Of tokens, for logprobs of chats."""
         return TokenNames(self.table, prefix="")
 
+    def encoded(self, text: str, add_special: bool) -> list[int]:
+        """The ids of a prompt's text. add_special: with the tokenizer's own BOS and EOS."""
+        return self.prompt_ids(self.tokenizer.encode(text, add_special_tokens=add_special).ids)
+
     def prompt_ids(self, base_ids: list[int]) -> list[int]:
         """The ids of a prompt whose text has these base ids."""
         return base_ids if self.reads is None else self.reads(base_ids)

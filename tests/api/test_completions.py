@@ -228,10 +228,12 @@ def test_echo_gives_the_prompt_and_its_logprobs(server: LiveServer, engine: Scri
 def test_echo_alone_needs_no_engine(
     server: LiveServer, engine: ScriptedEngine, stream: bool
 ) -> None:
+    first_tokens = server.sample("tailor_time_to_first_token_seconds_count")
     response = server.post(prompt="the answer", echo=True, max_tokens=0, stream=stream)
     choice = (events(response)[-1] if stream else response.json())["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("the answer", "length")
     assert engine.submitted == []
+    assert server.sample("tailor_time_to_first_token_seconds_count") == first_tokens
 
 
 def test_speculation_is_reported_only_when_asked(

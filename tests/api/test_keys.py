@@ -109,6 +109,8 @@ def test_an_admin_key_opens_the_admin_routes_and_no_other_does(server: LiveServe
         assert opened.status_code in (404, 405)
         assert httpx.request(method, url).status_code == 401
     assert ask(server, "sk-boss").status_code == 200
+    refused = httpx.put(server.url + "/v1/tasks/sql/corpus", headers=as_key("sk-boss"))
+    assert refused.headers["allow"] == "DELETE, GET, HEAD, POST"
 
 
 def test_a_key_uses_what_its_list_names(server: LiveServer) -> None:

@@ -56,11 +56,13 @@ class RequestAccount:
             if delta.num_cached_tokens:
                 series.cached_tokens.inc(delta.num_cached_tokens)
             series.queue.observe(delta.queue_s)
-            series.time_to_first_token.observe(now_s - request.arrival_s)
-            series.prefill.observe(max(0.0, now_s - request.arrival_s - delta.queue_s))
         choice, num_tokens, counts = delta.choice_id, len(delta.token_ids), delta.counts
         if num_tokens:
             last_s = self._last_s.get(choice)
+            if not self._first_s:
+                since_s = now_s - request.arrival_s
+                series.time_to_first_token.observe(since_s)
+                series.prefill.observe(max(0.0, since_s - self.queue_s))
             if last_s is None:
                 self._first_s[choice] = now_s
             else:
