@@ -483,7 +483,9 @@ class StrictArguments:
         self._root = schema
         self._at = at
         self._num_steps = 0  # of the check of one call
-        self._options: dict[int, set[Any]] = {}  # identities of what a schema lists, by its id()
+        # By a schema's id(): identities of what it lists, and names of members that must be there.
+        self._options: dict[int, set[Any]] = {}
+        self._required: dict[int, set[str]] = {}
         self._learn(schema)
 
     def fits(self, text: str) -> bool:
@@ -519,6 +521,8 @@ class StrictArguments:
                 elif key in ("const", "enum"):
                     options = {*map(_identity, value if key == "enum" else [value])}
                     self._options[id(part)] = options & self._options.get(id(part), options)
+                elif key == "required":
+                    self._required[id(part)] = set(value)
                 elif key == "$ref":
                     found = target(self._root, value)
                     if found is None:
@@ -555,7 +559,7 @@ class StrictArguments:
             return False
         if isinstance(value, dict):
             members, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-            return all(name in value for name in schema.get("required", ())) and all(
+            return self._required.get(id(schema), set()) <= value.keys() and all(
                 self._matches(members.get(name, others), item) for name, item in value.items()
             )
         if isinstance(value, list):

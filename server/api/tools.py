@@ -199,8 +199,11 @@ class ToolReader:
 
     def _start(self) -> _Reading[None]:
         """The start of an output that is a call only as a whole."""
-        marker = self._marker
-        while len(rest := self._text.lstrip(_SPACE)) < len(marker) and marker.startswith(rest):
+        marker, start = self._marker, 0
+        while len(rest := self._text[start:].lstrip(_SPACE)) < len(marker):
+            start = len(self._text) - len(rest)
+            if not marker.startswith(rest):
+                return
             yield from self._more()
         if rest.startswith(marker):
             self._at = len(self._text) - len(rest) + len(marker)
@@ -213,19 +216,21 @@ class ToolReader:
 
     def _content(self, *, behind_call: bool = False) -> _Reading[None]:
         """Content, up to a marker. White space before it waits for what follows."""
-        marker = self._marker
+        marker, num_spaces = self._marker, 0  # at the text's start, which are not read again
         while True:
             text = self._text
-            end = found = text.find(marker)
+            end = found = text.find(marker, num_spaces)
             if found < 0:
                 held = range(min(len(marker) - 1, len(text)), 0, -1)
                 end = len(text) - next((k for k in held if text.endswith(marker[:k])), 0)
             start = end - len(text[:end].lstrip(_SPACE)) if behind_call else 0
-            content = text[start:end].rstrip(_SPACE)
+            is_said = bool(text[num_spaces:end].strip(_SPACE))
+            content = text[start:end].rstrip(_SPACE) if is_said else ""
             if content:
                 self._events.append(content)
                 behind_call = False
             self._text = text[start + len(content) :]
+            num_spaces = end - start - len(content)
             if found >= 0:
                 self._at = found + len(marker) - start - len(content)
                 return
@@ -235,7 +240,7 @@ class ToolReader:
         """What may stand behind a call, up to a further one."""
         closing = MARKERS["hermes"][1] if self._style == "hermes" else ""
         while True:
-            rest = self._text.lstrip(_SPACE)
+            self._text = rest = self._text.lstrip(_SPACE)
             if rest and not (len(rest) < len(closing) and closing.startswith(rest)):
                 break
             yield from self._more()

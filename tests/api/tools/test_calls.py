@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api.tools import (
+    MARKERS,
     ArgumentsPiece,
     CallStart,
     ToolEvent,
@@ -235,3 +237,13 @@ def test_white_space_within_content_behind_a_call_is_kept_at_every_cut() -> None
     for cut in range(1, len(text)):
         assert read("hermes", text, [cut]) == whole
     assert whole[-1] == "and then, two words"
+
+
+@pytest.mark.parametrize("style", ["hermes", "mistral", "llama3"])
+def test_white_space_without_end_is_read_once(style: ToolFormat) -> None:
+    spaces = " \n" * 30_000
+    call = MARKERS[style][0] + '{"name": "f", "arguments": {}}'
+    began_s = time.process_time()
+    assert read(style, spaces, 3) == [spaces]
+    assert read(style, call + spaces, 3) == [("f", "{}")]
+    assert time.process_time() - began_s < 5.0

@@ -111,6 +111,8 @@ def test_references_that_multiply_or_never_end_are_cut_short() -> None:
     many = json.dumps({f"{i}": "29999" for i in range(10_000)})
     start_s = time.process_time()
     assert StrictArguments(listed, "x").fits(many)
+    twice = {"additionalProperties": {"required": ["a"] * 20_000}}
+    assert StrictArguments(twice, "x").fits(json.dumps({f"{i}": {"a": 1} for i in range(8_000)}))
     assert not StrictArguments(doubling, "x").fits("{}")
     assert not StrictArguments({"$ref": "#"}, "x").fits("{}")
     assert not StrictArguments({}, "x").fits('{"a": ' + "[" * 100_000)
