@@ -145,9 +145,7 @@ _STOP_TEXT = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _STOP = Kinds(
     {"=text": _STOP_TEXT, "=texts": Annotated[list[_STOP_TEXT], Field(max_length=MAX_STOPS)]},
     "must be a string or a list of strings",
-    lambda value: (
-        "=text" if isinstance(value, str) else "=texts" if isinstance(value, list) else None
-    ),
+    lambda value: {"str": "=text", "list": "=texts"}.get(type(value).__name__),
 )
 _SCHEMA_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
 

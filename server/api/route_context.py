@@ -76,11 +76,6 @@ def event(data: Struct) -> bytes:
     return b"data: " + encode_ascii(data) + b"\n\n"
 
 
-def error_event(error: TailorError) -> bytes:
-    """The event of an error after the status was sent, and the stream's end."""
-    return event(error_answer(error)) + DONE
-
-
 @contextlib.asynccontextmanager
 async def watching(
     receive: Receive, on_gone: Callable[[], None]
@@ -106,32 +101,24 @@ async def watching(
 
 
 class EventStream(Response):
-    """Sends the byte strings of a generator as they come: the headers with the first one, so that
-    an error before that still has its status, or after HEADER_WAIT_S, so that a client behind a
-    proxy sees that it is served.
+    """Sends the events of a writer as they come: the headers with the first one, so that an error
+    before that still has its status, or after HEADER_WAIT_S, so that a client behind a proxy sees
+    that it is served.
 
-    events: yields complete events. on_gone: called at once when the client leaves, also while no
-    event comes. late_error: the events of an error before the first event, if the headers are sent.
-    keep_alive_s: after so many seconds without an event a comment is sent, which clients skip and
-    which keeps proxies from closing the connection; 0 is off. The generator is closed in every
-    case.
+    submission: what they come of; aborted at once when the client leaves, also while no event
+    comes. keep_alive_s: after so many seconds without an event a comment is sent, which clients
+    skip and which keeps proxies from closing the connection; 0 is off. The writer's generator is
+    closed in every case.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        on_gone: Callable[[], None],
-        *,
-        late_error: Callable[[TailorError], bytes] = error_event,
-        keep_alive_s: float = 15.0,
-    ) -> None:
+    def __init__(self, writer: StreamWriter, submission: Submission, keep_alive_s: float) -> None:
         self.status_code = 200
         self.background = None
-        self._events = events
-        self._on_gone = on_gone
-        self._late_error = late_error
+        self._writer = writer
+        self._events = writer.events(submission)
+        self._submission = submission
         self._keep_alive_s = keep_alive_s
         self._last_s = 0.0
         # Without Response.__init__ there is no body whose length would be told.
@@ -145,7 +132,7 @@ class EventStream(Response):
         }
         keeper: asyncio.Task[None] | None = None
         try:
-            async with watching(receive, self._on_gone) as leaving:
+            async with watching(receive, self._submission.abort) as leaving:
                 first = asyncio.ensure_future(anext(self._events, None))
                 await asyncio.wait({first}, timeout=HEADER_WAIT_S)
                 if first.done():
@@ -156,7 +143,7 @@ class EventStream(Response):
                 try:
                     data = await first
                 except TailorError as error:
-                    data = self._late_error(error)
+                    data = self._writer.error(error)
                 while data is not None and not leaving.done():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._last_s = time.monotonic()
@@ -167,7 +154,7 @@ class EventStream(Response):
         finally:
             if keeper is not None:
                 keeper.cancel()
-            self._on_gone()
+            self._submission.abort()
             await self._events.aclose()
 
     async def _keep_alive(self, send: Send) -> None:
@@ -280,7 +267,7 @@ class StreamWriter(ABC):
 
     def error(self, error: TailorError) -> bytes:
         """The events of an error after the status was sent."""
-        return error_event(error)
+        return event(error_answer(error)) + DONE
 
     async def events(self, submission: Submission) -> AsyncGenerator[bytes, None]:
         """One byte string for all that arrived together. An error before the first event is raised;
@@ -335,12 +322,7 @@ class TextFace(Face, Generic[_B]):
             account.own_ids = target.model.own_ids
         if body.stream:
             writer = self.writer(order, submission)
-            return EventStream(
-                writer.events(submission),
-                submission.abort,
-                late_error=writer.error,
-                keep_alive_s=context.limits.sse_keep_alive_s,
-            )
+            return EventStream(writer, submission, context.limits.sse_keep_alive_s)
         return await context.whole(request, lambda: self.whole(order, submission), submission.abort)
 
 
