@@ -104,6 +104,7 @@ class _Taken:
         self._is_lenient = is_lenient
         self._tool = tool
         self._num_compared = 0
+        self._num_repeated = 0  # characters of schemas that each of some names has
 
     @cached_property
     def _has_ids(self) -> bool:
@@ -197,7 +198,8 @@ class _Taken:
             if not isinstance(listed, list):
                 return False
             texts = [name for name in listed if isinstance(name, str)]
-            if len(texts) * len(json.dumps(others)) > MAX_SOURCE_CHARS:
+            self._num_repeated += len(texts) * len(json.dumps(others))
+            if self._num_repeated > MAX_SOURCE_CHARS:
                 return False
             taken["properties"] = {name: described.get(name, others) for name in texts}
         elif keyword in ("pattern", "minLength", "maxLength") and not described:

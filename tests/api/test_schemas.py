@@ -246,7 +246,9 @@ def test_schemas_that_are_made_to_take_long_do_not() -> None:
             "additionalProperties": wide,
         }
     listed = {"oneOf": [{"enum": [*range(20_000)]}, {"enum": [*range(40_000, 19_998, -1)]}]}
-    for schema in (union, wide, listed):
+    many = {"enum": [f"{i}" for i in range(250)]}
+    maps = [{"propertyNames": many, "additionalProperties": {"pattern": "x" * 900}}] * 100
+    for schema in (union, wide, listed, {"anyOf": maps}):
         began_s = time.process_time()
         with pytest.raises(UnsupportedFieldError):
             prepared(schema, "schema", SchemaRules())
