@@ -489,7 +489,6 @@ class TaskRoutes:
     def __init__(self, context: RouteContext, admin: TaskAdmin | None) -> None:
         self._catalog = context.catalog
         self._client = context.client
-        self._metrics = context.client.metrics
         self._limits = context.limits
         self._admin = admin
         self._note_sizes()
@@ -577,7 +576,7 @@ class TaskRoutes:
 
     def _note_sizes(self) -> None:
         sizes = {name: self._corpus(task) for name, task in self._catalog.tasks.items()}
-        self._metrics.corpus_sizes(
+        self._client.metrics.corpus_sizes(
             {name: 0 if size is None else size.tokens for name, size in sizes.items()}
         )
 

@@ -103,7 +103,7 @@ def test_one_request_a_question_and_the_first_one_alone(
 
 
 def test_the_prompt_shows_input_question_and_options() -> None:
-    labeller = Labeller(lambda texts: [TOKENIZER.encode(t).ids for t in texts])
+    labeller = Labeller(lambda text: TOKENIZER.encode(text).ids)
     [question] = asked({**CHOICE, "choices": values("sales", "money")})
     labels = labels_of(labeller, question)
     text = question.text(labels)
@@ -117,7 +117,7 @@ def test_the_prompt_shows_input_question_and_options() -> None:
 
 
 def test_options_that_begin_alike_are_lettered() -> None:
-    labeller = Labeller(lambda texts: [TOKENIZER.encode(t).ids for t in texts])
+    labeller = Labeller(lambda text: TOKENIZER.encode(text).ids)
     [question] = asked({**CHOICE, "choices": values("true", True, " x")})
     labels = labels_of(labeller, question)
     assert labels.lettered and labels.shown == ("A. true", "B. true", 'C. " x"')
@@ -127,9 +127,7 @@ def test_options_that_begin_alike_are_lettered() -> None:
 
 def test_a_sentencepiece_tokenizer_has_letters_too() -> None:
     tokenizer = sentencepiece_tokenizer()
-    labeller = Labeller(
-        lambda texts: [tokenizer.encode(t, add_special_tokens=False).ids for t in texts]
-    )
+    labeller = Labeller(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     labels = labeller.labels([f"the {i}" for i in range(2)], "questions[0]")
     assert len(set(labels.token_ids)) == 2
 

@@ -40,7 +40,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -155,9 +154,6 @@ differ is used."""
 _LABEL_CHARS = 64
 """The first token of a label lies in its first so many characters."""
 
-EncodeFunction = Callable[[Sequence[str]], list[list[int]]]
-"""Ids of texts, without special ones."""
-
 
 @dataclass(frozen=True, slots=True)
 class Labels:
@@ -174,17 +170,19 @@ class Labels:
 
 
 class Labeller:
-    """Labels for one tokenizer. Finds its letters once, on first need."""
+    """Labels for one tokenizer. Finds its letters once, on first need. encode: ids of a text,
+    without special ones."""
 
-    def __init__(self, encode: EncodeFunction) -> None:
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        # One text after the other: a batch's threads would take the cores that the engine needs.
         self._encode = encode
-        self._tails = [(tail, gap, encode([tail])[0]) for tail, gap in _TAILS]
+        self._tails = [(tail, gap, encode(tail)) for tail, gap in _TAILS]
         self._letters: list[tuple[str, list[tuple[str, int]]]] | None = None
 
     def labels(self, options: Sequence[str], at: str) -> Labels:
         """Labels of these options. Raises UnsupportedFieldError for more than the tokenizer has."""
         for tail, gap, before in self._tails:
-            found = self._encode([tail + gap + option[:_LABEL_CHARS] for option in options])
+            found = [self._encode(tail + gap + option[:_LABEL_CHARS]) for option in options]
             ids = [
                 after[len(before)]
                 for after in found
@@ -216,7 +214,8 @@ class Labeller:
         capitals = string.ascii_uppercase
         names = [*capitals, *map("".join, itertools.product(capitals, repeat=2))]
         seen: set[int] = set()
-        for name, after in zip(names, self._encode([tail + gap + n for n in names]), strict=True):
+        for name in names:
+            after = self._encode(tail + gap + name)
             if len(after) == len(before) + 1 and after[:-1] == before and after[-1] not in seen:
                 seen.add(after[-1])
                 yield name, after[-1]
@@ -225,11 +224,6 @@ class Labeller:
 
 
 # --- the order and its run ------------------------------------------------------------------------
-
-
-def _encode(model: ServedModel, texts: Sequence[str]) -> list[list[int]]:
-    # encode_batch is not used: its threads would take the cores that the engine computes on.
-    return [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
 def _prompt_ids(model: ServedModel, text: str, tail: str, text_at: str) -> list[int]:
@@ -539,10 +533,10 @@ class QuestionFace(Face):
                 )
 
         def encode() -> list[tuple[list[int], tuple[int, ...]]]:
-            check_input(len(_encode(model, [text])[0]))
+            check_input(len(model.segments.first(text)))
             labeller = self._labellers.get(model.name)
             if labeller is None:
-                labeller = self._labellers[model.name] = Labeller(partial(_encode, model))
+                labeller = self._labellers[model.name] = Labeller(model.segments.first)
             prompts = []
             for question in questions:
                 options = [option.shown for option in question.options] or ["Yes", "No"]
