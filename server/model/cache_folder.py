@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,27 +69,27 @@ def is_made(folder: Path) -> bool:
 
 @contextmanager
 def making(
-    folder: Path, kind: str, about: dict[str, Any], report: Callable[[str], None]
+    folder: Path, kind: str, about: dict[str, Any], report: Callable[[str], None], lock: str = ""
 ) -> Iterator[Path | None]:
     """A folder to write into, which takes the place of `folder` by one rename when the block ends
     well: whole, or absent. None where another process has made `folder` meanwhile, of the same.
 
-    kind: of its name until then. about: what its marker says, to which the block may add. One
-    process makes a folder at a time, and deletes what a killed one had begun. Raises
-    CacheFolderError, as writing_to_cache does.
+    kind: of its name until then. about: what its marker says, to which the block may add. lock: of
+    folders with the same, "" is the folder's own, one process makes one at a time, and deletes what
+    a killed one had begun. Raises CacheFolderError, as writing_to_cache does.
     """
     from filelock import FileLock, Timeout
 
     with writing_to_cache():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.parent / f".{folder.name}.lock")
+        name = lock or folder.name
+        alone = FileLock(folder.parent / f".{name}.lock")
         try:
-            lock.acquire(timeout=0)
+            held = alone.acquire(timeout=0)
         except Timeout:
-            report(f"Another process is making {folder.name}; waiting for it")
-            lock.acquire()
-        with ExitStack() as held:
-            held.callback(lock.release)
+            report(f"Another process is making {name}; waiting for it")
+            held = alone.acquire()
+        with held:
             for begun in folder.parent.glob(f".*-{folder.name}-*"):
                 shutil.rmtree(begun, ignore_errors=True)
             if about.items() <= object_in(folder / MARKER).items():

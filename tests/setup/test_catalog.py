@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 import os
@@ -272,6 +273,9 @@ def test_hub_id_is_fetched_once_and_then_offline(
         ("RevisionNotFoundError", "no revision 'v1'"),
         ("LocalEntryNotFoundError", "cannot be reached"),
         ("ConnectionError", "cannot be reached"),
+        ("HfHubHTTPError", "answered with an error"),
+        ("HFValidationError", "HFValidationError: no"),  # a name that it does not take
+        ("PermissionError", "PermissionError: no"),  # its cache folder's
     ],
 )
 def test_hub_errors_are_clear(error: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +284,7 @@ def test_hub_errors_are_clear(error: str, told: str, monkeypatch: pytest.MonkeyP
     from huggingface_hub import errors
 
     def far() -> Path:
-        kind: Any = getattr(errors, error, ConnectionError)
+        kind: Any = getattr(errors, error, None) or getattr(builtins, error)
         if issubclass(kind, errors.HfHubHTTPError):
             request = httpx.Request("GET", "https://hub.invalid/x")
             raise kind("no", response=httpx.Response(404, request=request))

