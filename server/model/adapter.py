@@ -143,10 +143,10 @@ class LoraAdapter:
                     f"adapter {self.folder}: trainable_token_indices of {layer!r}; only "
                     f"{' and '.join(names)} are supported"
                 )
-            if not isinstance(ids, list) or not all(
+            if not (isinstance(ids, list) and ids) or not all(
                 type(i) is int and 0 <= i < _MOST_ID for i in ids
             ):
-                raise self._wrong("trainable_token_indices holds what is no id")
+                raise self._wrong("trainable_token_indices holds what is no id, or none")
             if len(set(ids)) != len(ids):
                 raise self._wrong("trainable_token_indices names an id twice")
             module = table.removesuffix(".weight")
@@ -299,14 +299,14 @@ class LoraAdapter:
             if name not in shapes:
                 raise ModelError(f"adapter {self.folder} changes {name}, which is not there")
             a, b = (tuple(self._reader.get_slice(key).get_shape()) for key in pair)
-            most = math.prod(self._largest[key] for key in pair) * a[0] if a else 0.0
-            if abs(self.scale(name)) * most > _MOST_VALUE:
-                raise self._wrong(f"{name} changes by numbers that are no weights")
             if (len(a), len(b)) != (2, 2) or a[0] != b[1] or (b[0], a[1]) != shapes[name]:
                 raise self._wrong(
                     f"{name} is {list(shapes[name])} in the model, and {list(b)} x {list(a)} in "
                     "the adapter"
                 )
+            most = math.prod(self._largest[key] for key in pair) * a[0]
+            if abs(self.scale(name)) * most > _MOST_VALUE:
+                raise self._wrong(f"{name} changes by numbers that are no weights")
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """`weight` [out, in] with the adapter added, in float32. The sum is rounded nowhere else.

@@ -147,10 +147,13 @@ class WeightReader:
         return tuple(sorted(names))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it. Raises KeyError."""
+        """The shape of a tensor, without reading it. Raises KeyError, and UnsupportedModelError
+        for one that is neither floats nor NF4."""
         reader, stored = self._locate(name)
-        narrow = self.nf4(name)
-        shape = tuple(reader.get_slice(stored).get_shape()) if narrow is None else narrow.shape
+        narrow, found = self.nf4(name), reader.get_slice(stored)
+        if narrow is None and not found.get_dtype().startswith(("F", "BF")):
+            raise UnsupportedModelError(f"{stored} is stored as {found.get_dtype()}, not as floats")
+        shape = tuple(found.get_shape()) if narrow is None else narrow.shape
         if self._adapter is not None and name in (EMBEDDING, HEAD):
             shape = (self._adapter.num_rows(shape[0]), *shape[1:])
         return shape
@@ -500,7 +503,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{index}: holds no weight_map")
-        files = tuple(path / str(name) for name in sorted(set(weight_map.values())))
+        files = tuple(path / name for name in sorted(set(map(str, weight_map.values()))))
         for file in files:
             if file.parent != path or not file.is_file():
                 raise ModelError(f"{index} names {file.name}, which is not there")

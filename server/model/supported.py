@@ -13,7 +13,7 @@ from typing import Any
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model import generic, nf4
-from server.model.families import BY_ARCHITECTURE, FAMILIES, Family
+from server.model.families import BY_ARCHITECTURE, FAMILIES, Family, told_by
 
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 _ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
@@ -224,25 +224,24 @@ def check_raw(raw: Mapping[str, Any]) -> None:
                 wanted = f"a number above 0 and at most {_NUMBERS[key]:g}"
             if not fits:
                 raise ModelError(f"config.json: {key} is {str(value)[:60]}, which is not {wanted}")
-    architectures = raw.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else "a model"
-    family = BY_ARCHITECTURE.get(name) if isinstance(name, str) else None
-    model_type = str(raw.get("model_type", ""))[:80]
-    if isinstance(architectures, list) and len(architectures) == 1 and family is not None:
+    names, kind = told_by(raw)
+    name, model_type = str(names[0] if names else "a model")[:80], str(kind or "")[:80]
+    family = BY_ARCHITECTURE.get(name) if len(names) == 1 else None
+    if family is not None:
         if name in family.wrappers:
             _check_wrapper(name, raw, family)
         return
-    is_generic = generic.is_generic(raw) and not reason_for(model_type, str(name))
+    is_generic = generic.is_generic(raw) and not reason_for(model_type, name)
     computed = generic.ALLOWED_KEYS if is_generic else frozenset()
     computed |= _OF_WRAPPERS if name in generic.WRAPPERS else frozenset()
     reasons = _key_reasons({key: raw[key] for key in raw if key not in computed})
     if is_generic and not reasons:
         return
-    if not isinstance(architectures, list) or len(architectures) != 1:
+    if len(names) != 1:
         reasons.append("its config.json names no single architecture (architectures)")
     elif not is_generic:
-        reasons.append(_unknown(str(name)[:80], model_type))
-    raise UnsupportedModelError(_refusal(str(name)[:80], reasons, model_type))
+        reasons.append(_unknown(name, model_type))
+    raise UnsupportedModelError(_refusal(name, reasons, model_type))
 
 
 # --- kinds of models that people try, each with the nearest thing that works ----------------------

@@ -227,6 +227,7 @@ _REFUSED = [
      "vision_config", "text-only"),
     ("Gemma3nForConditionalGeneration", "gemma3n", {"audio_config": {"a": 1}}, "multimodal",
      "audio_config", "Gemma 3"),
+    (["X"], "llama", {}, "none of the families", "models list", "Qwen3"),
     ("StableLmForCausalLM", "stablelm", {}, "attention of its own", "model_type", "Llama"),
     ("FalconForCausalLM", "falcon", {}, "attention of its own", "model_type", "Llama"),
     ("XGLMForCausalLM", "xglm", {}, "does not call the attention", "models list", "Qwen3"),

@@ -146,6 +146,9 @@ def test_missing_extra_and_misshapen_tensors(folder: Path) -> None:
     _rewrite(folder, lambda t: t.update({name: torch.zeros(48, 32), "model.x": torch.zeros(1)}))
     with pytest.raises(UnsupportedModelError, match=r"not computed, first model\.x"):
         open_model(folder)
+    _rewrite(folder, lambda t: (t.pop("model.x"), t.update({name: t[name].to(torch.int8)})))
+    with pytest.raises(UnsupportedModelError, match="is stored as I8, not as floats"):
+        open_model(folder)
 
 
 def test_broken_folders(folder: Path) -> None:
@@ -170,11 +173,11 @@ def test_broken_folders(folder: Path) -> None:
 
 def test_index_may_not_leave_the_folder(folder: Path) -> None:
     save_tiny(folder, "llama")
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "../../elsewhere.safetensors"}})
-    )
-    with pytest.raises(ModelError, match="which is not there"):
-        open_model(folder)
+    index = folder / "model.safetensors.index.json"
+    for name in ("../../elsewhere.safetensors", ["elsewhere.safetensors"], None):
+        index.write_text(json.dumps({"weight_map": {"a": name, "b": "model.safetensors"}}))
+        with pytest.raises(ModelError, match=r"index\.json names .*, which is not there"):
+            open_model(folder)
 
 
 def test_peak_memory_is_one_copy(folder: Path) -> None:

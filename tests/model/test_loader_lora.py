@@ -121,6 +121,7 @@ def refused(plain: Path, tmp_path: Path) -> Callable[[str], None]:
         (lambda t: t * float("nan"), "holds nan, which is no weight"),
         (lambda t: t + 1e38, "holds 1e[+]38, which is no weight"),
         (lambda t: t * 0 + 9e5, "changes by numbers that are no weights"),
+        (torch.sum, r"in the model, and \[\] x \[\]"),
         (lambda t: t.to(torch.int8), "is stored as I8"),
         (lambda t: t.to(torch.float8_e4m3fn), "is stored as F8_E4M3"),
     ],
@@ -156,6 +157,7 @@ def test_numbers_that_are_no_weights_are_refused(
         ({"trainable_token_indices": [-1_000_000_000]}, "holds what is no id"),
         ({"trainable_token_indices": [5, 5]}, "names an id twice"),
         ({"trainable_token_indices": [1.5]}, "holds what is no id"),
+        ({"trainable_token_indices": {"lm_head": []}}, "holds what is no id, or none"),
     ],
 )
 def test_adapter_config_is_believed_only_where_known(
