@@ -154,7 +154,7 @@ def fetch(
         # them anyway: its engine on a CPU imports neither then, not even in its first start.
         with contextlib.suppress(TailorError):  # an engine says what is wrong with it
             found = open_model(folder, remembers=True)
-            found.ropes(found.max_position_embeddings)
+            found.ropes(int(found.config.max_position_embeddings))
             found.num_token_ids  # noqa: B018
     print(folder)
     return 0

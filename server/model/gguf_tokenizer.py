@@ -69,7 +69,7 @@ def gguf_fields(index: GgufIndex) -> dict[str, Any]:
     if found.get("model") == "llama" and not (_is_gemma(found) or "scores" in found):
         raise wrong(f"it lacks {_PREFIX}scores")
     for key in [key for key in found if key.endswith("_token_id")]:
-        if not isinstance(found[key], int) or not 0 <= found[key] < len(tokens):
+        if type(found[key]) is not int or not 0 <= found[key] < len(tokens):
             if key not in _SPARE:
                 raise wrong(f"{_PREFIX}{key} is {str(found[key])[:40]}, of {len(tokens)} tokens")
             del found[key]  # llama.cpp's loader leaves it out, too

@@ -263,11 +263,6 @@ class ModelFolder:
             last = max(last, *self.enrichment.ids)
         return min(int(self.config.vocab_size), last + 1)
 
-    @property
-    def max_position_embeddings(self) -> int:
-        """The longest context that the model was made for, in tokens."""
-        return int(self.config.max_position_embeddings)
-
 
 def open_model(
     name_or_path: str | Path,
@@ -520,7 +515,7 @@ def eos_token_ids(path: Path, sources: list[Any], vocab_size: int) -> tuple[int,
         sources = [*sources, read_json(path / "generation_config.json").get("eos_token_id")]
     for value in sources:
         for token_id in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(token_id, int) and 0 <= token_id < vocab_size:
+            if type(token_id) is int and 0 <= token_id < vocab_size:
                 ids.add(token_id)
     return tuple(sorted(ids))
 

@@ -85,7 +85,7 @@ def test_module_owns_its_memory(folder: Path) -> None:
 
 def test_every_eos_id_is_known(folder: Path) -> None:
     save_tiny(folder, "llama")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 4000]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 4000, True]}))
     assert open_model(folder).eos_token_ids == (2, 5, 7)
 
 

@@ -168,18 +168,26 @@ def test_what_is_no_whole_file_says_so(
         GgufIndex(broken)
 
 
-@pytest.mark.parametrize(("architecture", "is_read"), [("llama", False), ("gemma3", True)])
-def test_sentencepiece_needs_scores_but_in_gemma(
-    architecture: str, is_read: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("architecture", "eos", "told"),
+    [
+        ("llama", 2, r"it lacks tokenizer\.ggml\.scores"),
+        ("gemma3", 2, ""),
+        ("gemma3", True, r"tokenizer\.ggml\.eos_token_id is True, of 3 tokens"),
+    ],
+)
+def test_sentencepiece_needs_scores_but_in_gemma_and_an_end_that_is_an_id(
+    architecture: str, eos: int, told: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "tokens.gguf"
     writer = gguf.GGUFWriter(str(file), architecture)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["a", "b", "ab"])
+    (writer.add_bool if eos is True else writer.add_uint32)("tokenizer.ggml.eos_token_id", eos)
     writer.add_tensor("token_embd.weight", np.zeros((3, 8), np.float32))
     finish(writer)
-    if is_read:
+    if not told:
         assert gguf_fields(GgufIndex(file))["tokens"] == ["a", "b", "ab"]
     else:
-        with pytest.raises(ModelError, match=r"it lacks tokenizer\.ggml\.scores"):
+        with pytest.raises(ModelError, match=told):
             gguf_fields(GgufIndex(file))

@@ -24,7 +24,6 @@ from server.engine.batch import Batch, Int32
 from server.model.cpu.kernels import copy_bytes, greedy, likeliest, product
 from server.model.cpu.linear import aligned, float_linear
 from server.model.cpu.records import (
-    FAILED,
     LANES,
     NO_LIKELY,
     PANEL,
@@ -96,7 +95,7 @@ class FullHead:
         self.fill(Wanted(rows, _NO_IDS, *NO_LIKELY, np.zeros(2, np.int64)), states)
         return self.found(rows)
 
-    def fill(self, wanted: Wanted, states: Float32) -> int:
+    def fill(self, wanted: Wanted, states: Float32) -> None:
         """What a step gives (kernels/step.py), from the states of its rows."""
         num = wanted.rows.shape[0]
         head = self.record(num)
@@ -112,7 +111,6 @@ class FullHead:
             if likely[0].size:
                 likeliest(lines, lines, head.logits, head.states, *likely)
         wanted.clock[1] = time.perf_counter_ns()
-        return int(np.count_nonzero(wanted.greedy == FAILED))
 
     def _multiply(self, head: Head, num: int) -> None:
         """The logits of the first num states."""

@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 
 from server.model.cpu import kernels, linear
-from server.model.cpu.linear import pack_panels
 from server.model.cpu.records import PANEL
 
 SHAPES = [(576, 960), (576, 576), (1536, 576), (48, 128), (100, 70), (64, 33), (640, 2048)]
-
-
-def _packed(weight: np.ndarray) -> np.ndarray:
-    num, k = weight.shape
-    out = np.empty((-(-num // PANEL), k, PANEL), weight.dtype)
-    pack_panels(weight, out)
-    return out
 
 
 def _product(x: np.ndarray, panels: np.ndarray, threads: int) -> np.ndarray:
@@ -32,7 +24,7 @@ def _product(x: np.ndarray, panels: np.ndarray, threads: int) -> np.ndarray:
 def test_a_row_is_right_and_the_same_at_every_row_count_and_thread_count(k: int, num: int) -> None:
     rng = np.random.default_rng(k * 1000 + num)
     weight = rng.standard_normal((num, k), dtype=np.float32)
-    panels, x = _packed(weight), rng.standard_normal((129, k), dtype=np.float32)
+    panels, x = linear.packed(weight), rng.standard_normal((129, k), dtype=np.float32)
     alone = np.concatenate([_product(x[i : i + 1].copy(), panels, 1) for i in range(129)])
     want = x.astype(np.float64) @ weight.T.astype(np.float64)
     assert np.abs(alone[:, :num] - want).max() < 1e-5 * k**0.5
@@ -49,8 +41,8 @@ def test_bfloat16_weights_are_widened_exactly() -> None:
     bits = (weight.view(np.uint32) >> 16).astype(np.uint16)
     rounded = (bits.astype(np.uint32) << 16).view(np.float32)
     x = rng.standard_normal((17, 80), dtype=np.float32)
-    stored = _product(x, _packed(bits), 2)
-    assert np.array_equal(stored, _product(x, _packed(rounded), 1))
+    stored = _product(x, linear.packed(bits), 2)
+    assert np.array_equal(stored, _product(x, linear.packed(rounded), 1))
 
 
 def digest() -> str:
@@ -58,7 +50,7 @@ def digest() -> str:
     rng = np.random.default_rng(11)
     parts = []
     for k, num in ((576, 192), (100, 70)):
-        panels = _packed(rng.standard_normal((num, k), dtype=np.float32))
+        panels = linear.packed(rng.standard_normal((num, k), dtype=np.float32))
         x = rng.standard_normal((15, k), dtype=np.float32)
         parts.append(_product(x, panels, 1)[:, :num].tobytes())
     return hashlib.sha256(b"".join(parts)).hexdigest()

@@ -14,7 +14,7 @@ from server.engine.batch import HeadSlice
 from server.model.cpu.draws import takes_argmax
 from server.model.cpu.head import SlicedHead, float_head, padded
 from server.model.cpu.kernels import argmax, gather_logits
-from server.model.cpu.linear import new_work, pack_panels
+from server.model.cpu.linear import new_work, packed
 from server.model.cpu.records import PANEL
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
 from server.types import SamplingParams
@@ -181,9 +181,7 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     width, rows = 32, 5 * PANEL
     rng = np.random.default_rng(num)
     weight = -rng.random((rows, width), np.float32) - np.float32(0.5)
-    head = np.zeros((5, width, PANEL), np.float32)
-    pack_panels(weight, head)
-    sliced = SlicedHead(float_head(head), new_work(2))
+    sliced = SlicedHead(float_head(packed(weight)), new_work(2))
     ids = np.sort(rng.choice(rows, num, replace=False)).astype(np.int32)
     static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
     sliced.load_table(0, static)

@@ -14,7 +14,7 @@ import pytest
 from drafters.target import TARGETS, chosen, runs_here
 from server.model.cpu.records import INTEGER_KERNEL as KERNEL
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.batches import BatchBuilder, Pages
 from tests.model.cpu.test_kernels import digest
 from tests.model.cpu_models import cpu_runner
 from tests.processes import run_python
@@ -35,10 +35,7 @@ def greedy() -> str:
     for _ in range(_NEW):
         builder = BatchBuilder()
         rows = builder.add_rows(table, (ids + text)[fed:], fed)
-        for row in rows:
-            builder.score(row, 0, families.VOCAB_SIZE)
-        runner.launch(builder.build())
-        logprobs = all_logprobs(runner.wait(), families.VOCAB_SIZE)
+        logprobs = families.step(runner, builder, rows)
         digest.update(logprobs.tobytes())
         fed = len(ids) + len(text)
         text.append(int(logprobs[-1].argmax()))
