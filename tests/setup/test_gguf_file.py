@@ -183,7 +183,8 @@ def test_sentencepiece_needs_scores_but_in_gemma_and_an_end_that_is_an_id(
     writer = gguf.GGUFWriter(str(file), architecture)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["a", "b", "ab"])
-    (writer.add_bool if eos is True else writer.add_uint32)("tokenizer.ggml.eos_token_id", eos)
+    kind = gguf.GGUFValueType.BOOL if eos is True else gguf.GGUFValueType.UINT32
+    writer.add_key_value("tokenizer.ggml.eos_token_id", eos, kind)
     writer.add_tensor("token_embd.weight", np.zeros((3, 8), np.float32))
     finish(writer)
     if not told:

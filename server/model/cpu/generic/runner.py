@@ -155,7 +155,7 @@ class GenericModel(NamedTuple):
     """A module that was found to be sound, its sizes and what its head takes.
 
     module: its matrices are packed. holder: where its attention finds a step. nets: its recurrent
-    layers. shape: of the cache and the buffers. weights: the head.
+    layers. shape: of the cache and the buffers. weights: the head. factor: Inspected's.
     """
 
     module: nn.Module
@@ -163,7 +163,7 @@ class GenericModel(NamedTuple):
     nets: list[DeltaNet]
     shape: ModelShape
     weights: _HeadWeights
-    found: Inspected
+    factor: float
 
 
 def generic_model(
@@ -213,19 +213,19 @@ def generic_model(
     )
     embedding = model.get_input_embeddings().weight.detach()
     weights = _HeadWeights(float_head(panels), embedding, num_bytes)
-    made = GenericModel(module, holder, nets, shape, weights, found)
-    _check(made, ids[0].numpy())
+    made = GenericModel(module, holder, nets, shape, weights, found.factor)
+    _check(made, ids[0].numpy(), found)
     return made
 
 
-def _check(made: GenericModel, ids: Any) -> None:
+def _check(made: GenericModel, ids: Any, found: Inspected) -> None:
     """check_rows on a small runner of the model."""
     info = ModelInfo(
         "probe", made.shape.vocab_size, 64, (), 8, 16, "cpu", "float32", "", 1, NUM_PROBED
     )
     runner = GenericRunner(made, info, num_threads=None)
     try:
-        check_rows(made.module, runner.states, ids, made.found)
+        check_rows(made.module, runner.states, ids, found)
     finally:
         runner.close()
 
@@ -284,7 +284,7 @@ class GenericRunner(CpuRunner):
                     model.base_model, step,
                     input_ids=torch.from_numpy(ids)[None], position_ids=positions,
                 )  # fmt: skip
-                hidden = hidden * self._model.found.factor
+                hidden = hidden * self._model.factor
         finally:
             torch.set_num_threads(self._torch_threads)
         if self._store is not None:
