@@ -544,7 +544,13 @@ class _Make:
             nats = {}
             for form, turns in (("plain", some), ("chat", as_chats(some))):
                 pairs = [reader.of(_row(turn), self.data.name) for turn in turns]
-                texts = [Text((*p, *out), len(p)) for p, out in pairs if p and len(p) < _LONGEST]
+                texts = [
+                    Text((*p, *out), len(p))
+                    for p, out in pairs
+                    if 0 < len(p) < _LONGEST and len(p) + len(out) <= engine.info.max_model_len
+                ]
+                if not texts:
+                    return {"chats": False}
                 nats[form] = -float(score(engine.runner, texts).logprobs.sum()) / len(texts)
                 bar("Forms", len(nats), 2)
         return {"chats": nats["chat"] < _CLEARLY * nats["plain"], "nats": nats}

@@ -1,4 +1,4 @@
-"""Scores given texts with a runner: log-probabilities of their own ids, in one step a text."""
+"""Scores given texts with a runner: log-probabilities of their own ids, one text at a time."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ class Scores:
     text: npt.NDArray[np.int64]
 
 
-def prompt_batch(text: Text) -> Batch:
+def prompt_batch(text: Text, first: int = 0, most: int | None = None) -> Batch:
     """All ids but the last as rows of one prompt, each scored id under the row before it, with the
-    likeliest id beside it. Slots and blocks are the first ones."""
+    likeliest id beside it. Slots and blocks are the first ones. first, most: of a chunk, its first
+    row and the most rows that it may have."""
     num = len(text.ids) - 1
-    rows = np.arange(num, dtype=np.int32)
-    zeros = np.zeros(num, np.int32)
-    scored = rows[text.start - 1 :]
+    rows = np.arange(num, dtype=np.int32)[first:][:most]
+    zeros = np.zeros_like(rows)
+    scored = rows[max(text.start - 1 - first, 0) :] - np.int32(first)
+    ids = np.array(text.ids[first:], np.int32)
     return Batch(
-        token_ids=np.array(text.ids[:-1], np.int32),
+        token_ids=ids[: len(rows)],
         positions=rows,
         seq_ids=zeros,
         slots=rows,
@@ -48,21 +50,23 @@ def prompt_batch(text: Text) -> Batch:
         path_len=zeros,
         block_tables=np.arange(-(-num // _BLOCK), dtype=np.int32)[None],
         score_rows=scored,
-        score_targets=np.array(text.ids[text.start :], np.int32),
+        score_targets=ids[scored + 1],
         score_top=np.ones(len(scored), np.int32),
-        num_prefill_rows=num,
+        num_prefill_rows=len(rows),
     )
 
 
 def score(runner: Runner, texts: list[Text], *, adapter: int | None = None) -> Scores:
-    """Teacher-forced scores of all texts. adapter: its place (AdaptingRunner), -1 for the base."""
-    parts = []
+    """Teacher-forced scores of all texts, of which there is one, in steps of the most rows that the
+    runner takes. adapter: its place (AdaptingRunner), -1 for the base."""
+    parts, most = [], runner.info.max_num_batched_tokens
     of_seq = None if adapter is None else np.array([adapter], np.int32)
     for number, text in enumerate(texts):
-        runner.launch(replace(prompt_batch(text), seq_adapters=of_seq))
-        drawn = runner.wait()
-        best = [top[0][0] for top in drawn.score_top]
-        parts.append((drawn.score_logprobs, drawn.score_ranks, best, [number] * len(best)))
+        for first in range(0, len(text.ids) - 1, most):
+            runner.launch(replace(prompt_batch(text, first, most), seq_adapters=of_seq))
+            drawn = runner.wait()
+            best = [top[0][0] for top in drawn.score_top]
+            parts.append((drawn.score_logprobs, drawn.score_ranks, best, [number] * len(best)))
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     return Scores(
         columns[0].astype(np.float64), *(column.astype(np.int64) for column in columns[1:])

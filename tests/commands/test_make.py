@@ -211,19 +211,25 @@ def test_prompts_are_read_in_own_tokens_where_that_shortens_them(
     assert "done" in told[2] and ("prompts read in them" in told[2]) == reads
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "#", "LLLLLLLLLLLL", None])
+@pytest.mark.parametrize(
+    "template",
+    # More ids than a step has rows, and than are scored.
+    ["{{ messages[0].content }}", "#", "LLLLLLLLLLLL", "L" * 600, "#" * 1100, None],
+)
 def test_plain_prompts_are_asked_as_chats_where_answers_are_likelier_there(
     folder: Path, data: Path, tmp_path: Path, template: str | None
 ) -> None:
     output, work = tmp_path / "c.yaml", tmp_path / "c.make"
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('embeddings": 256', 'embeddings": 2048'))
     left_out = [w for step in ("train", "tune", "evaluate") for w in ("--skip", step)]
     words = ["tasks", "make", str(data), "--name", "c", "-o", str(output), "--model", str(folder)]
     assert main([*words, *left_out]) == 0
     figures = json.loads((work / "made.json").read_text())["form"]["figures"]
-    if template is None or "messages" in template:
-        assert not figures["chats"], "no template, or one that adds nothing"
+    if template is None or "messages" in template or len(template) > 1000:
+        assert not figures["chats"], "no template, or one that adds nothing, or too much"
     else:
         nats = figures["nats"]
         assert figures["chats"] == (nats["chat"] < 0.95 * nats["plain"]) == ("L" in template)

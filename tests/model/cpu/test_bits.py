@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 from server.engine.batch import Runner
 from server.model.cpu.threads import KernelThreads, Team
+from server.model.scoring import Text, score
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages
 from tests.model.cpu_models import cpu_runner
@@ -92,6 +94,15 @@ def test_rows_that_nobody_asks_for_change_nothing(cases: RowCases) -> None:
 @pytest.mark.parametrize("root", ROOTS)
 def test_tree_rows_and_what_follows_an_accepted_path(cases: RowCases, root: int) -> None:
     cases.tree(root)
+
+
+def test_a_text_of_more_rows_than_a_step_takes_is_scored_in_several() -> None:
+    found = []
+    for max_rows in (64, 256):
+        made = cpu_runner(families.build("llama"), max_rows=max_rows)
+        found.append(astuple(score(made, [Text(tuple(tokens(150, 4)), 40), Text((5, 6, 7), 1)])))
+        made.close()
+    np.testing.assert_equal(found[0], found[1])
 
 
 def test_thread_count_changes_nothing() -> None:
