@@ -58,10 +58,13 @@ def prompt_batch(text: Text, first: int = 0, most: int | None = None) -> Batch:
 
 def score(runner: Runner, texts: list[Text], *, adapter: int | None = None) -> Scores:
     """Teacher-forced scores of all texts, of which there is one, in steps of the most rows that the
-    runner takes. adapter: its place (AdaptingRunner), -1 for the base."""
-    parts, most = [], runner.info.max_num_batched_tokens
+    runner takes. adapter: its place (AdaptingRunner), -1 for the base. Raises ValueError for a text
+    that is longer than the runner's context."""
+    parts, most, longest = [], runner.info.max_num_batched_tokens, runner.info.max_model_len
     of_seq = None if adapter is None else np.array([adapter], np.int32)
     for number, text in enumerate(texts):
+        if len(text.ids) > longest + 1:  # the last is only scored
+            raise ValueError(f"a text of {len(text.ids)} ids, and a context of {longest}")
         for first in range(0, len(text.ids) - 1, most):
             runner.launch(replace(prompt_batch(text, first, most), seq_adapters=of_seq))
             drawn = runner.wait()

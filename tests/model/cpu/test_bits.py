@@ -101,6 +101,8 @@ def test_a_text_of_more_rows_than_a_step_takes_is_scored_in_several() -> None:
     for max_rows in (64, 256):
         made = cpu_runner(families.build("llama"), max_rows=max_rows)
         found.append(astuple(score(made, [Text(tuple(tokens(150, 4)), 40), Text((5, 6, 7), 1)])))
+        with pytest.raises(ValueError, match="a text of 258 ids, and a context of 256"):
+            score(made, [Text(tuple(tokens(258, 4)), 40)])
         made.close()
     np.testing.assert_equal(found[0], found[1])
 
