@@ -46,7 +46,6 @@ def test_weights_and_forward_equal_transformers(family: str, folder: Path) -> No
 
 def test_sharded_equals_whole(tmp_path: Path) -> None:
     for name, shard in (("one", "1GB"), ("many", "20KB")):
-        (tmp_path / name).mkdir()
         save_tiny(tmp_path / name, "llama", max_shard_size=shard)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     one, many = (cast("Any", open_model(tmp_path / name).weights) for name in ("one", "many"))
@@ -96,7 +95,6 @@ def test_fingerprint_follows_weights_and_config(tmp_path: Path) -> None:
         ("b", 1, {}),
         ("c", 0, {"rms_norm_eps": 1e-5}),
     ):
-        (tmp_path / name).mkdir()
         save_tiny(tmp_path / name, "llama", seed, **changes)
         prints.add(open_model(tmp_path / name).fingerprint)
     save_tiny(tmp_path / "again", "llama", 0)

@@ -177,7 +177,6 @@ def test_a_lora_of_the_embedding_is_refused(tmp_path: Path) -> None:
 
 def test_adapter_of_another_model(tmp_path: Path) -> None:
     for name, layers in (("model", 3), ("deeper", 4)):
-        (tmp_path / name).mkdir()
         model = save_tiny(tmp_path / name, "llama", num_hidden_layers=layers)
     _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
     with pytest.raises(ModelError, match=r"layers\.3\.mlp\.down_proj\.weight, which is not there"):

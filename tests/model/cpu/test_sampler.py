@@ -32,14 +32,18 @@ def _row(rng: np.random.Generator, ties: bool) -> np.ndarray:
     return logits
 
 
+def _padded(logits: Logits) -> Logits:
+    """Rows of logits in whole vectors."""
+    behind = [(0, 0)] * (logits.ndim - 1) + [(0, PADDED - V)]
+    return np.pad(logits, behind, constant_values=-np.inf)
+
+
 def drawn(batch: Batch, logits: Logits) -> list[int]:
     """The ids that Draws gives; logits [R, V]. A row with a NaN had a state with one."""
-    padded = np.full((logits.shape[0], PADDED), -np.inf, np.float32)
-    padded[:, :V] = logits
     states = np.zeros((logits.shape[0], 16), np.float32)
     states[np.isnan(logits).any(axis=1)] = np.nan
     answers = Answers(batch)
-    full, rows = FullLogits(padded, states, {}), batch.draw_rows.tolist()
+    full, rows = FullLogits(_padded(logits), states, {}), batch.draw_rows.tolist()
     Draws(lambda _: V).draw_full(batch, range(batch.num_draws), rows, full, answers)
     return answers.token_ids.tolist()
 
@@ -83,8 +87,7 @@ def test_logprobs_ranks_and_top_equal_the_reference(
     row_seed: int, ties: bool, num_top: int, token: int
 ) -> None:
     logits = _row(np.random.default_rng(row_seed), ties)
-    padded = np.full(PADDED, -np.inf, np.float32)
-    padded[:V] = logits
+    padded = _padded(logits)
     top_ids, top_logprobs = np.zeros(32, np.int64), np.zeros(32, np.float32)
     value, rank = cpu_sampler.logprob(padded, V, token, num_top, top_ids, top_logprobs)
     want = sampling.token_logprob(logits, token, num_top)
@@ -99,15 +102,9 @@ def test_logprobs_ranks_and_top_equal_the_reference(
     assert values.tolist() == [*top_logprobs[:num_top].tolist(), float("-inf")]
 
 
-def _padded(seed: int) -> np.ndarray:
-    """A row of logits, every other one with ties."""
-    padded = np.full(PADDED, -np.inf, np.float32)
-    padded[:V] = _row(np.random.default_rng(seed), ties=seed % 2 == 0)
-    return padded
-
-
 def test_greedy_is_the_lowest_id_of_the_largest() -> None:
-    rows = np.stack([_padded(seed) for seed in range(200)])
+    every = [_row(np.random.default_rng(seed), ties=seed % 2 == 0) for seed in range(200)]
+    rows = _padded(np.stack(every))
     out = np.zeros(200, np.int32)
     cpu_sampler.greedy(np.arange(200), rows, np.zeros((200, 8), np.float32), out)
     assert out.tolist() == rows.argmax(axis=1).tolist()
