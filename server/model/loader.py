@@ -293,11 +293,9 @@ def _open(path: Path, adapter: str | Path | None, remembers: bool) -> ModelFolde
     config: Any = _config(path) if known is None else known.config
     eos = [getattr(config, "eos_token_id", None)]
     is_own = known is not None or not is_generic(raw)
-    is_wrapped = False  # multimodal: its text part is what is opened
-    if known is None and is_own:
-        is_wrapped = bool(config.model_type != family_of(raw).model_type)
-    elif known is None:
-        is_wrapped = raw["architectures"][0] in WRAPPERS
+    wrappers = family_of(raw).wrappers if is_own else WRAPPERS
+    # Multimodal: its text part is what is opened.
+    is_wrapped = known is None and raw["architectures"][0] in wrappers
     if is_wrapped:
         config = _text_config(raw, config)
         eos.append(getattr(config, "eos_token_id", None))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from drafters.json_text import object_in, parsed
 from server import token_bytes
 from server.errors import CacheFolderError, ConfigError, ModelError
-from server.model.adapter import ENRICHMENT_FILE, enrichment_of
+from server.model.adapter import ENRICHMENT_FILE, enrichment_of, read_json
 from server.model.cache_folder import cache_dir, remembered_sha256, writing_to_cache
 from server.model.catalog import cached_folder, source_of
 from server.token_bytes import TokenBytes
@@ -56,12 +56,12 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
 
     config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
     try:
-        raw = parsed(config_file.read_text(encoding="utf-8"))
+        raw = read_json(config_file)
         check_raw(raw)
         values = text_values(raw)
         vocab_size, limit = int(values["vocab_size"]), position_limit(values, max_model_len)
         created = int(config_file.stat().st_mtime)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{config_file}: {type(error).__name__}: {str(error)[:200]}") from None
     if max_model_len is not None and max_model_len > limit:
         raise ModelError(

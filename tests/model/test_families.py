@@ -265,6 +265,7 @@ _SWITCHES = [
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "with gptq", "unquantised"),
     ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes", "GGUF"),
     ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "with fp8", "unquantised"),
+    ("llama", {"model_type": "qwen2"}, "'qwen2' and not 'llama' .model_type", "Nearest"),
     ("llama", {"hidden_act": "relu2"}, "'relu2'.*hidden_act", "Llama's build"),
     ("granitemoehybrid", {"num_local_experts": 32}, "experts.*num_local_experts", "dense"),
     ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "linear_attention", "dense"),

@@ -265,6 +265,11 @@ def test_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
         served_model(ModelConfig(name="gpt", path="gpt"), tmp_path / "gpt", None)
     with pytest.raises(ModelError, match=r"config\.json"):
         served_model(ModelConfig(name="x", path="x"), tmp_path / "none", None)
+    named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 9}
+    for values in ([named], {**named, "max_position_embeddings": 9, "rope_parameters": [1]}):
+        (tmp_path / "gpt" / "config.json").write_text(json.dumps(values))
+        with pytest.raises(ModelError, match=r"config\.json: (not a JSON object|AttributeError)"):
+            served_model(ModelConfig(name="gpt", path="gpt"), tmp_path / "gpt", None)
 
 
 # --- the plan ---
