@@ -114,7 +114,12 @@ def _reasons(config: Any) -> Iterator[str]:
     if activation not in _ACTIVATIONS:
         kinds = ", ".join(sorted(_ACTIVATIONS))
         yield f"activation {activation!r} is none of {kinds} (hidden_act)"
-    yield from _layer_reasons(config, family)
+    types = getattr(config, "layer_types", None)
+    yield from _unknown_layers(config, family.layer_types)
+    if types is not None and len(types) != config.num_hidden_layers:
+        yield "layer_types and num_hidden_layers disagree (layer_types)"
+    if "sliding_attention" in (types or ()) and not getattr(config, "sliding_window", None):
+        yield "it has sliding layers and no sliding_window (layer_types)"
     yield from _rope_reasons(config, family.keys, family.rope_types)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
@@ -157,24 +162,13 @@ def _unknown_layers(config: Any, beside: Set[str]) -> Iterator[str]:
         yield f"layer type {unknown[0]!r} is none of {kinds} (layer_types)"
 
 
-def _layer_reasons(config: Any, family: Family) -> Iterator[str]:
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return
-    yield from _unknown_layers(config, family.layer_types)
-    if len(layer_types) != config.num_hidden_layers:
-        yield "layer_types and num_hidden_layers disagree (layer_types)"
-    if "sliding_attention" in layer_types and not getattr(config, "sliding_window", None):
-        yield "it has sliding layers and no sliding_window (layer_types)"
-
-
 def _rope_reasons(config: Any, keys: frozenset[str], rope_types: frozenset[str]) -> Iterator[str]:
     """keys, rope_types: what is computed beside the usual."""
     rope = getattr(config, "rope_parameters", None) or {}
     allowed = _ROPE_TYPES | rope_types
     per_layer_type = bool(rope) and all(isinstance(value, dict) for value in rope.values())
-    partial = "partial_rotary_factor" not in keys
-    for parameters in rope.values() if per_layer_type else (rope,):
+    every = [*rope.values()] if per_layer_type else [rope]
+    for parameters in every:
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         # Hunyuan calls a fixed stretch of the base, alpha, "dynamic".
         if kind == "dynamic" and parameters.get("alpha"):
@@ -186,9 +180,9 @@ def _rope_reasons(config: Any, keys: frozenset[str], rope_types: frozenset[str])
             # dynamic and longrope change all positions' angles with the longest one in the batch
             kinds = ", ".join(sorted(allowed - {"alpha"}))
             yield f"rope type {kind!r} is none of {kinds} (rope_parameters)"
-        if partial and parameters.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-            yield "its rotary embedding covers a part of the head (partial_rotary_factor)"
-    if partial and getattr(config, "partial_rotary_factor", None) not in (None, 1, 1.0):
+    shares = [one.get("partial_rotary_factor") for one in every]
+    shares.append(getattr(config, "partial_rotary_factor", None))
+    if "partial_rotary_factor" not in keys and any(share not in (None, 1.0) for share in shares):
         yield "its rotary embedding covers a part of the head (partial_rotary_factor)"
 
 
