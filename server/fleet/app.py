@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from server import logs
@@ -52,7 +50,6 @@ each change of threads, four a request, delays a first token. Nothing of ours bl
 _TELL_S = 1.0
 _READY_S = 30.0
 _ASK_S = 2.0
-_LOST = (RayError, RayServeException)
 _SCALING = "server.fleet.scaling:WorkPolicy"
 _ROUTER = "server.fleet.task_router:TaskRouter"
 
@@ -69,11 +66,11 @@ class ServeReplicas:
 
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
         """One run of a Request on the replica that the router chose."""
-        response = self._streams.stream.remote(request, age_s, job)
         try:
+            response = self._streams.stream.remote(request, age_s, job)
             async for message in response:
                 yield message
-        except _LOST as error:
+        except Exception as error:  # Ray's own, and those of gRPC as they are
             raise ReplicaLostError(f"{type(error).__name__}: {str(error)[:120]}") from None
         except BaseException:  # it was aborted
             response.cancel()
@@ -94,7 +91,7 @@ class ServeReplicas:
             async with asyncio.timeout(CONTROL_S):
                 answer: dict[str, Any] = await response
                 return answer
-        except (TimeoutError, *_LOST):
+        except Exception:
             with contextlib.suppress(Exception):
                 response.cancel()
             raise ReplicaLostError(f"{standing.name} does not answer") from None

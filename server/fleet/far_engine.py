@@ -27,6 +27,7 @@ from server.types import Delta, FigureValue, ModelInfo, Request, StepCounts
 log = logging.getLogger("tailor.fleet")
 
 _POLL_S = 1.0
+_STATE_S = 5.0  # an ingress is alive, too, while nobody knows how its replicas are
 _DIED = "The engine died while it worked on this request."
 _MAX_PAUSE_S = 2.0  # between two runs of a request
 _QUEUE_GRACE_S = 0.5  # the replica's own queue time-out comes first
@@ -155,9 +156,10 @@ class FleetHandle:
         while True:
             state = None
             try:
-                state = await self._replicas.state()
+                async with asyncio.timeout(_STATE_S):
+                    state = await self._replicas.state()
             except Exception as error:
-                log.warning("%s: its replicas do not tell how they are: %s", self.name, error)
+                log.warning("%s: its replicas do not tell how they are: %r", self.name, error)
             if state is not None:
                 if self._on_state is not None:
                     self._on_state(state)
@@ -180,14 +182,20 @@ class FleetHandle:
 
     async def _answer(self, request: Request) -> None:
         """Run a Request to its end, or tell why it has none."""
+        failure: TailorError
         try:
             await self._run_to_the_end(request)
+            return
         except TailorError as error:
-            delta = Delta(
-                request.request_id, 0, (), finish_reason="error",
-                error=error.text, error_code=error.code,
-            )  # fmt: skip
-            self._tell(("deltas", [delta]))
+            failure = error
+        except Exception:  # a replica of another version, say: nobody waits for ever
+            log.exception("a request could not go on")
+            failure = EngineDiedError(_DIED)
+        delta = Delta(
+            request.request_id, 0, (), finish_reason="error",
+            error=failure.text, error_code=failure.code,
+        )  # fmt: skip
+        self._tell(("deltas", [delta]))
 
     async def _run_to_the_end(self, request: Request) -> None:
         """On as many replicas as it takes. Raises EngineDiedError, QueueTimeoutError,
@@ -206,8 +214,6 @@ class FleetHandle:
         while True:
             try:
                 await self._run(request, data, job, continuation)
-                if continuation.is_over:
-                    return
                 lost = ReplicaLostError("its stream ended early")
             except ReplicaLostError as error:
                 lost = error
@@ -217,6 +223,8 @@ class FleetHandle:
             except TimeoutError:
                 text = "The request waited too long for its first step."
                 raise QueueTimeoutError(text) from None
+            if continuation.is_over:  # also where its replica was lost behind the last token
+                return
             num_lost += 1
             num_begun += lost.taken
             if lost.taken:
@@ -230,6 +238,8 @@ class FleetHandle:
             if time.monotonic() > wait_until_s:
                 raise NoEngineError("No replica of the model can take this request now.")
             continuation.run_again()
+            if continuation.num_sent:  # it has had its first step
+                data = channel.encode(("submit", replace(request, queue_timeout_s=0.0)))
             if lost.replica_id:
                 job = replace(job, avoid=(lost.replica_id,))
             await asyncio.sleep(min(_MAX_PAUSE_S, self._first_pause_s * 2.0 ** (num_lost - 1)))
@@ -260,7 +270,8 @@ class FleetHandle:
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One answer of all replicas to a control: a failure of one fails it; of tables, numbers are
     summed and lists put together, as the task routes do over the engines of one server; of lists of
-    what has an `id`, each once, with the first `problem` and as `pending` as any."""
+    what has an `id`, each once, with the first `problem` and as `pending` as any. Where all sleep,
+    there is an empty table."""
     failed = next((answer for answer in answers if not answer.get("ok")), None)
     if failed is not None:
         return failed
@@ -272,8 +283,8 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
             same["pending"] |= state["pending"]
             same["problem"] = same["problem"] or state["problem"]
         return {"ok": True, "value": list(found.values())}
-    if not values or not all(isinstance(value, dict) for value in values):
-        return {"ok": True, "value": values[0] if values else None}
+    if not all(isinstance(value, dict) for value in values):
+        return {"ok": True, "value": values[0]}
     for key, part in (item for value in values for item in value.items()):
         old = found.get(key)
         adds = isinstance(part, int | float | list) and not isinstance(part, bool)

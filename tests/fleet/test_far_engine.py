@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import channel
-from server.errors import NoEngineError, error_for_engine_code
+from server.errors import error_for_engine_code
+from server.fleet import far_engine
 from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError
 from server.fleet.routing import Job
 from server.types import Delta, FinishReason, Request, SamplingParams
+from tests.fakes.fake_runner import fake_info
 from tests.profiles import examples
 
 LOOPS: tuple[Callable[[], asyncio.AbstractEventLoop], ...] = (
@@ -30,17 +32,18 @@ LOOPS: tuple[Callable[[], asyncio.AbstractEventLoop], ...] = (
 
 class _Scripted:
     """far_engine.Replicas that write `tokens`, in Deltas of `size`, and are lost after each number
-    of Deltas in `deaths`. `written` is set when a run has sent its last Delta."""
+    of Deltas in `deaths`."""
 
     def __init__(self, tokens: list[int], size: int, deaths: list[int]) -> None:
         self._tokens = tokens
         self._size = size
         self._deaths = deaths
-        self.prompts: list[int] = []
+        self.queue_timeouts_s: list[float] = []
+        """Of each run."""
 
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
         order: Request = channel.decode(request)[1]
-        self.prompts.append(len(order.prompt_ids))
+        self.queue_timeouts_s.append(order.queue_timeout_s)
         dies_after = self._deaths.pop(0) if self._deaths else None
         starts = range(0, len(self._tokens), self._size)
         for num, at in enumerate(starts):
@@ -50,6 +53,8 @@ class _Scripted:
             ended: FinishReason | None = "length" if at == starts[-1] else None
             delta = Delta(order.request_id, 0, ids, finish_reason=ended)
             yield channel.encode(("deltas", [delta]))
+        if dies_after == len(starts):
+            raise ReplicaLostError("it was killed behind its last token")
 
     async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
         return []
@@ -68,19 +73,23 @@ class _Client:
         loop.call_soon_threadsafe(handle.open, self._told.put)
 
     def submit(self) -> None:
-        request = Request("r", "task", "m", (1, 2), SamplingParams())
+        request = Request("r", "task", "m", (1, 2), SamplingParams(), queue_timeout_s=60.0)
         self._loop.call_soon_threadsafe(self._handle.send, ("submit", request))
+
+    def told(self) -> channel.Message:
+        """The next message."""
+        return self._told.get(timeout=10.0)
 
     def error(self) -> Delta:
         """The Delta that ends the request."""
-        delta: Delta = self._told.get(timeout=10.0)[1][0]
+        delta: Delta = self.told()[1][0]
         return delta
 
     def received(self) -> list[int]:
         """The tokens up to the end of the text."""
         ids: list[int] = []
         while True:
-            for delta in self._told.get(timeout=10.0)[1]:
+            for delta in self.told()[1]:
                 assert delta.error is None
                 ids += delta.token_ids
                 if delta.finish_reason is not None:
@@ -113,29 +122,63 @@ def test_of_many_deltas_none_is_missed(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     tokens = list(range(1_000_000, 1_020_000))
-    replicas = _Scripted(tokens, 10, [1000, 1500])
+    replicas = _Scripted(tokens, 10, [1000, 1500, 2000])
     with _client(replicas, new_loop) as client:
         client.submit()
         assert client.received() == tokens
-    assert len(replicas.prompts) == 3
+    # It has waited for its first step once, and is not run again behind its last token.
+    assert replicas.queue_timeouts_s == [60.0, 0.0, 0.0]
 
 
-class _Nobody(_Scripted):
-    """No replica takes anything."""
+class _Failing(_Scripted):
+    """Every stream ends with an error."""
+
+    error: Exception = ReplicaLostError("it is full", taken=False)
 
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
         await asyncio.sleep(0.01)
-        raise ReplicaLostError("it is full", taken=False)
+        raise self.error
         yield b""
 
 
-def test_where_no_replica_takes_a_request_it_fails_and_may_come_again() -> None:
-    with _client(_Nobody([], 1, []), uvloop.new_event_loop, max_wait_s=0.1) as client:
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (_Failing.error, (503, "no_engine", 1.0)),  # it may come again
+        (ValueError("no message"), (500, "engine_died", None)),
+    ],
+)
+def test_a_request_that_no_replica_can_serve_fails(
+    error: Exception, wanted: tuple[int, str, float | None]
+) -> None:
+    replicas = _Failing([], 1, [])
+    replicas.error = error
+    with _client(replicas, uvloop.new_event_loop, max_wait_s=0.1) as client:
         client.submit()
         delta = client.error()
-    error = error_for_engine_code(delta.error_code, delta.error or "")
-    assert isinstance(error, NoEngineError)
-    assert (error.status, error.retry_after_s) == (503, 1.0)
+    told = error_for_engine_code(delta.error_code, delta.error or "")
+    assert (told.status, told.code, told.retry_after_s) == wanted
+
+
+class _Silent(_Scripted):
+    """Who knows how the replicas are tells it once."""
+
+    is_known = False
+
+    async def state(self) -> FleetState:
+        if self.is_known:
+            await asyncio.sleep(3600.0)
+        self.is_known = True
+        return FleetState(fake_info(vocab_size=64), {})
+
+
+def test_an_ingress_lives_while_nobody_knows_how_its_replicas_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_POLL_S", "_STATE_S"):
+        monkeypatch.setattr(far_engine, name, 0.01)
+    with _client(_Silent([], 1, []), uvloop.new_event_loop) as client:
+        assert [client.told()[0] for _ in range(3)] == ["ready", "beat", "beat"]
 
 
 @settings(max_examples=examples(150), deadline=None)

@@ -145,6 +145,7 @@ async def test_a_stream_that_is_left_is_cancelled_at_its_replica(app: Any) -> No
         return app.ServeReplicas("tiny", response, response).stream(b"", 0.0, Job("t", 1, 1))
 
     closed, waiting, lost = _Response(), _Response(), _Response(RayActorError())
+    strange = _Response(RuntimeError("Unexpected error (StatusCode.INTERNAL)"))  # as gRPC has it
     async with contextlib.aclosing(stream_of(closed)) as stream:
         assert await anext(stream) == b"told"
     reading = asyncio.create_task(_read(stream_of(waiting)))
@@ -152,8 +153,9 @@ async def test_a_stream_that_is_left_is_cancelled_at_its_replica(app: Any) -> No
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    with pytest.raises(ReplicaLostError):
-        await _read(stream_of(lost))
+    for response in (lost, strange):
+        with pytest.raises(ReplicaLostError):
+            await _read(stream_of(response))
     assert [one.is_cancelled for one in (closed, waiting, lost)] == [True, True, False]
 
 
