@@ -203,7 +203,9 @@ class EngineDeployment(EngineReplica):
         node = ray.get_runtime_context().get_node_id()
         name, model = self.spec.name, self.spec.model
         await self._desk.tell(Standing(name, model, self.replica_id, node, self.info, self.figures))
-        await self.know(await self._changes.orders(model))
+        orders = await self._changes.orders(model)
+        if orders is not None:
+            await self.know(orders)
 
     async def __del__(self) -> None:
         if hasattr(self, "_telling"):

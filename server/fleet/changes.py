@@ -73,9 +73,9 @@ class ChangeLog:
         self._turn: str | None = None
         self._news = asyncio.Event()
 
-    def orders(self, model: str) -> tuple[AdapterOrder, ...]:
-        """Changes.orders of the latest."""
-        return self._latest.orders(model)
+    def orders(self, model: str) -> tuple[AdapterOrder, ...] | None:
+        """Changes.orders of the latest; None while no ingress has told a new desk of any."""
+        return self._latest.orders(model) if self._latest.number else None
 
     async def follow(self, ingress_id: str, changes: Changes) -> Changes:
         """The latest Changes, as soon as they are newer than the ingress's own, or after FOLLOW_S.
@@ -241,7 +241,10 @@ class SharedTasks:
             before = self._changes
             if latest.number <= before.number:
                 return
-            for (kind, name), (number, adapter) in latest.last.items():
+            # In their order: a task may name an adapter that was loaded before it came.
+            for (kind, name), (number, adapter) in sorted(
+                latest.last.items(), key=lambda change: change[1][0]
+            ):
                 try:
                     if number <= before.number:
                         continue

@@ -161,7 +161,7 @@ class IngressApp:
 
 
 _ENGINES = re.compile(rb'^[^#\n]*[{,]engine="[^\n]*\n', re.MULTILINE)
-_SUMS = re.compile(rb'^[^#\n]*[{,]engine="(?:[^"\\\n]|\\.)*/fleet"[^\n]*\n', re.MULTILINE)
+_SUMS = re.compile(rb'^[^#\n]*[{,]engine="(?:(?:[^"\\\n]|\\.)*/)?fleet"[^\n]*\n', re.MULTILINE)
 
 
 class FleetMetrics(Metrics):

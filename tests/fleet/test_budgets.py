@@ -162,6 +162,17 @@ async def test_a_lost_desk_gives_nobody_a_full_bucket_again() -> None:
     assert sum([await fleet.enters(i % 3) for i in range(60)]) < 8  # it knows of the sixty
 
 
+async def test_an_update_gives_a_key_its_new_limit() -> None:
+    """New ingresses have read another server.yaml; the desk stays."""
+    before, fleet = Fleet(requests_per_minute=5), Fleet(requests_per_minute=2)
+    fleet.desk = before.desk
+    assert sum([await before.enters(0) for _ in range(9)]) == 5
+    assert sum([await fleet.enters(i % 3) for i in range(9)]) == 2
+    fleet = Fleet(requests_per_minute=8)
+    fleet.desk = before.desk
+    assert sum([await fleet.enters(i % 3) for i in range(9)]) == 8
+
+
 async def test_unused_tokens_come_back_to_all() -> None:
     fleet = Fleet(2, tokens_per_minute=1000)
     assert await fleet.reserves(0, 900)

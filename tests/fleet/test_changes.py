@@ -33,6 +33,8 @@ class Files:
         self.corpora: dict[str, int] = {}
         self.num_changing = 0
         self.is_broken = False
+        self.adapters: list[str] = []
+        """Those that tasks name."""
 
 
 class Admin:
@@ -57,7 +59,7 @@ class Admin:
         return None
 
     async def reload(self) -> Mapping[str, TaskConfig]:
-        if self._files.is_broken:
+        if self._files.is_broken or not {*self._files.adapters} <= {*self.adapters.served}:
             raise ConfigError("broken")
         self.names = list(self._files.names)
         return self.tasks
@@ -156,6 +158,7 @@ async def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all() -> 
             await ingresses[1].shared.upload("a", [{}], append=True)
         assert files.corpora == {"a": 1}
         desk.log = ChangeLog()
+        assert desk.log.orders("tiny") is None  # nobody has told it yet what to forget
         late = Ingress("late", files, desk)
         await ingresses[1].shared.upload("a", [{}], append=True)
         followers = (*ingresses, late)
@@ -181,23 +184,29 @@ async def test_an_ingress_that_is_gone_is_not_waited_for_and_loses_its_turn() ->
 async def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_late_ones() -> None:
     async with _fleet() as (files, desk, ingresses):
         load = LoadAdapterBody(lora_name="new", lora_path="folder")
+        await ingresses[0].shared.reload()
         await ingresses[1].routes.load(load)
         assert all(set(i.catalog.adapters) == {"new"} for i in ingresses)
         assert all(set(i.admin.adapters.served) == {"new"} for i in ingresses)
         asked = [i.engines.num_calls > 0 for i in ingresses]
         assert asked == [False, True, False]  # the replicas are told once
         assert desk.log is not None
-        assert [order.adapter_id for order in desk.log.orders("tiny")] == ["new@1"]
+        assert [order.adapter_id for order in desk.log.orders("tiny") or ()] == ["new@1"]
         assert not desk.log.orders("another")
         with pytest.raises(InvalidRequestError, match="already been loaded"):
             await ingresses[0].routes.load(load)
+        files.names.append("c")
+        files.adapters.append("new")
+        await ingresses[0].shared.reload()
         late = Ingress("late", files, desk)
-        await asyncio.sleep(0.01)  # it follows
+        late.admin.names.remove("c")  # the file came when it had read the others
+        await asyncio.sleep(0.01)  # it follows, the adapter before the task that names it
+        assert late.told == [{"a", "b", "c"}]
         await late.routes.load(LoadAdapterBody(lora_name="more", lora_path="folder"))
         assert set(late.catalog.adapters) == {"new", "more"}
         await ingresses[2].routes.unload(UnloadAdapterBody(lora_name="new"))
         assert all(set(i.catalog.adapters) == {"more"} for i in (*ingresses, late))
-        assert [order.adapter_id for order in desk.log.orders("tiny")] == ["more@1"]
+        assert [order.adapter_id for order in desk.log.orders("tiny") or ()] == ["more@1"]
         late.running.cancel()
         await asyncio.gather(late.running, return_exceptions=True)
 

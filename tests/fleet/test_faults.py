@@ -252,9 +252,11 @@ async def test_a_replica_whose_engine_is_gone_is_told_as_down_and_holds_nothing(
         await replica.look()
         IngressApp.note(ingress, "tiny", FleetState(replica.info, {"tiny/0": replica.figures}))
         text = metrics.exposition().decode()
+        assert '"fleet"' not in text and "/fleet" not in text  # their sum, under vLLM's names too
         return 'tailor_engine_up{engine="tiny/0",model="tiny"} 1.0' in text
 
     await replica.start()
+    metrics.engine_ready("tiny/fleet", "tiny", replica.info)
     engine.gate.clear()
     engine.running["held"] = [[]]
     assert await is_up() and replica.work["num_running"] == 1.0

@@ -31,7 +31,7 @@ class Storage:
     """url: a folder, or a URL as fsspec reads it; credentials are where fsspec finds them.
 
     Paths are relative, with slashes. Every method may block. Raises StorageError; `read` also
-    FileNotFoundError.
+    FileNotFoundError, and TornError for a file that is larger than any of ours.
     """
 
     def __init__(self, url: str) -> None:
@@ -44,7 +44,7 @@ class Storage:
         with self._at(path) as (fs, place):
             data: bytes = fs.cat_file(place, start=0, end=most + 1)
         if len(data) > most:
-            raise StorageError(f"{path} has more than {most} bytes")
+            raise TornError(f"{path} has more than {most} bytes")
         return data
 
     def write(self, path: str, data: bytes) -> None:
