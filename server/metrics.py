@@ -341,6 +341,15 @@ class Metrics:
         self._by_label["engine_restarts"].labels(engine, model).inc(restarted)
         self._engine_figures.end(engine)
 
+    def engine_gone(self, engine: str, model: str, *, has_left: bool) -> None:
+        """Nobody knows a fleet's engine any more. has_left: nobody needs it, either. If it comes
+        back, it tells what it has counted anew."""
+        up = self._by_label["engine_up"]
+        up.labels(engine, model).set(0)
+        if has_left:
+            up.remove(engine, model)
+        self._engine_figures.forget(engine)
+
     def engine_heartbeat(self, engine: str, model: str, age_s: float) -> None:
         """How long ago an engine made progress; 0 for one that does not serve."""
         self._by_label["engine_heartbeat_age_seconds"].labels(engine, model).set(age_s)
@@ -438,6 +447,10 @@ class EngineFigures(Collector):
             for labels, numbers in told.items():
                 before[labels] = _sum(before.get(labels), numbers)
             life.numbers[figure.name] = {}
+
+    def forget(self, engine: str) -> None:
+        """Tell nothing of an engine any more."""
+        self._lives.pop(engine, None)
 
     def describe(self) -> list[Metric]:
         """Nothing: what there is is known when an engine is ready."""

@@ -192,12 +192,13 @@ class EngineDeployment(EngineReplica):
 
     async def _tell(self) -> None:
         while True:
+            looking = asyncio.create_task(self.look())  # a busy engine's answer takes a second
             await asyncio.sleep(_TELL_S)
-            await self.look()
             try:
+                await looking
                 await self._tell_once()
             except Exception as error:
-                log.warning("the desk was not told: %s", type(error).__name__)
+                log.warning("the desk was not told: %r", error)
 
     async def _tell_once(self) -> None:
         node = ray.get_runtime_context().get_node_id()
@@ -210,6 +211,9 @@ class EngineDeployment(EngineReplica):
     async def __del__(self) -> None:
         if hasattr(self, "_telling"):
             self._telling.cancel()
+            with contextlib.suppress(Exception):  # the desk has gone already
+                async with asyncio.timeout(_ASK_S):
+                    await self._desk.leave(self.replica_id)
             await self.stop()  # Serve has waited for what was open
 
 

@@ -38,6 +38,7 @@ class Desk:
         self._clock = clock
         self._standings: dict[str, tuple[float, Standing]] = {}
         self._infos: dict[str, ModelInfo] = {}
+        self._left: set[str] = set()
         self._owner = ""
         self._is_ending = False
 
@@ -45,6 +46,12 @@ class Desk:
         """A replica is there, and how."""
         self._standings[standing.replica_id] = (self._clock(), standing)
         self._infos[standing.model] = standing.info
+        self._left.discard(standing.name)
+
+    def leave(self, replica_id: str) -> None:
+        """A replica ends because it was asked to."""
+        if (told := self._standings.pop(replica_id, None)) is not None:
+            self._left.add(told[1].name)
 
     def standings(self, model: str | None = None) -> list[Standing]:
         """The replicas that are there, of one model or of all, by name."""
@@ -66,10 +73,13 @@ class Desk:
             rank += 1
         return rank
 
-    def state(self, model: str) -> tuple[ModelInfo | None, dict[str, list[FigureValue]]]:
+    def state(
+        self, model: str
+    ) -> tuple[ModelInfo | None, dict[str, list[FigureValue]], frozenset[str]]:
         """For the ingresses: far_engine.FleetState. The info is there also when all engines sleep;
         None before any told it."""
-        return self._infos.get(model), {s.name: s.figures for s in self.standings(model)}
+        figures = {s.name: s.figures for s in self.standings(model)}
+        return self._infos.get(model), figures, frozenset(self._left)
 
     def own(self, owner: str) -> None:
         """Who has deployed the fleet last, and takes it away in the end."""

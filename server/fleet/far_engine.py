@@ -48,10 +48,12 @@ class ReplicaLostError(Exception):
 @dataclass(frozen=True, slots=True)
 class FleetState:
     """What is known of a model's replicas: one's info (None before any is ready) and the figures of
-    each by its name, in the order of the info's."""
+    each by its name, in the order of the info's (none of one whose engine died). left: names of
+    those that have ended because they were asked to."""
 
     info: ModelInfo | None
     figures: dict[str, list[FigureValue]]
+    left: frozenset[str] = frozenset()
 
 
 class Replicas(Protocol):

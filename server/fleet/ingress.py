@@ -147,16 +147,20 @@ class IngressApp:
 
     def note(self, model: str, state: FleetState) -> None:
         """Tell each replica's figures in /metrics, and which are gone, or whose engine is."""
-        before, info = self._known.get(model, set()), state.info
+        if (info := state.info) is None:  # nobody knows
+            return
+        before = self._known.get(model, set())
         there = {name: values for name, values in state.figures.items() if values}
-        if info is not None:
-            for name in there.keys() - before:
-                self._metrics.engine_ready(name, model, info)
-            for name, values in there.items():
-                self._metrics.engine_told(name, values)
-            self._metrics.engine_told(f"{model}/fleet", *there.values())
-        for name in before - there.keys():
-            self._metrics.engine_down(name, model, restarted=False)
+        for name in there.keys() - before:
+            self._metrics.engine_ready(name, model, info)
+        for name, values in there.items():
+            self._metrics.engine_told(name, values)
+        self._metrics.engine_told(f"{model}/fleet", *there.values())
+        for name in {*before, *state.left} - there.keys():
+            if name in state.figures:
+                self._metrics.engine_down(name, model, restarted=True)
+            else:
+                self._metrics.engine_gone(name, model, has_left=name in state.left)
         self._known[model] = set(there)
 
 

@@ -29,6 +29,12 @@ def test_names_are_of_one_replica_each() -> None:
     assert len(desk.standings("m")) == 2
     now_s += GONE_AFTER_S
     assert desk.standings("m") == [] and desk.state("m")[0] is not None
+    for number in (0, 1):
+        tell(number, f"c{number}")
+        desk.leave(f"c{number}")
+    desk.leave("who")
+    tell(0, "d")
+    assert list(desk.state("m")[1]) == ["m/0"] and desk.state("m")[2] == {"m/1"}
 
 
 def test_the_figures_of_replicas_are_added_up() -> None:

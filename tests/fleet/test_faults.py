@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -242,25 +243,39 @@ def test_an_engine_that_dies_inside_its_replica_costs_no_request() -> None:
             assert answer.result(30).json()["choices"][0]["text"] == ("abcdefgh" * 8)[:60]
 
 
-async def test_a_replica_whose_engine_is_gone_is_told_as_down_and_holds_nothing() -> None:
+async def test_what_is_told_of_a_replica_whose_engine_dies_and_of_one_that_leaves() -> None:
     engine, spec = _scripted(0)
     replica = EngineReplica(spec, restart=RestartConfig(first_delay_s=60.0))
     metrics = FleetMetrics(None, False)
     ingress: Any = SimpleNamespace(_known={}, _metrics=metrics)
 
-    async def is_up() -> bool:
-        await replica.look()
-        IngressApp.note(ingress, "tiny", FleetState(replica.info, {"tiny/0": replica.figures}))
+    def told(*there: str, left: tuple[str, ...] = ()) -> dict[str, float]:
+        """Of tiny/0, where only these are there."""
+        figures = dict.fromkeys(there, replica.figures)
+        IngressApp.note(ingress, "tiny", FleetState(replica.info, figures, frozenset(left)))
         text = metrics.exposition().decode()
         assert '"fleet"' not in text and "/fleet" not in text  # their sum, under vLLM's names too
-        return 'tailor_engine_up{engine="tiny/0",model="tiny"} 1.0' in text
+        labels = r'tailor_((?!model)\w+){engine="tiny/0",model="tiny"} (.*)'
+        return {name: float(value) for name, value in re.findall(labels, text)}
 
     await replica.start()
     metrics.engine_ready("tiny/fleet", "tiny", replica.info)
     engine.gate.clear()
     engine.running["held"] = [[]]
-    assert await is_up() and replica.work["num_running"] == 1.0
+    engine.num_steps = 50
+    await replica.look()
+    first = told("tiny/0")
+    assert first["engine_up"] == 1.0 and first["num_preemptions_total"] == 5.0
+    assert replica.work["num_running"] == 1.0
+    # A new desk does not know it, and then it does again: nothing is counted twice.
+    IngressApp.note(ingress, "tiny", FleetState(None, {}))
+    assert told() == {"engine_up": 0.0} and told("tiny/0") == first
+    assert told(left=("tiny/0",)) == {} and told("tiny/0") == first
     engine.die()
     await until(lambda: not replica.serves)
-    assert not await is_up() and replica.work["num_running"] == 0.0
+    await replica.look()
+    last = told("tiny/0")
+    assert (last["engine_up"], last["engine_restarts_total"]) == (0.0, 1.0)
+    assert last["num_preemptions_total"] == 5.0 and replica.work["num_running"] == 0.0
+    assert "engine_up" not in told(left=("tiny/0",))
     await replica.stop()

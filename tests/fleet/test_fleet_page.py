@@ -163,6 +163,28 @@ async def _read(stream: AsyncIterator[bytes]) -> list[bytes]:
     return [message async for message in stream]
 
 
+async def test_a_replica_tells_of_itself_again_where_its_engine_answered_nonsense(
+    app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_TELL_S", 0.01)
+    num_looks = num_told = 0
+
+    async def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 2:
+            raise KeyError("value")
+
+    async def tell() -> None:
+        nonlocal num_told
+        num_told += 1
+
+    replica: Any = SimpleNamespace(look=look, _tell_once=tell)
+    telling = asyncio.create_task(app.EngineDeployment._tell(replica))
+    await until(lambda: num_told == 3)
+    telling.cancel()
+
+
 def _ask_for_a_token(session: int) -> None:
     """Of all that listens in a session's processes, Serve's replicas alone are reached on other
     addresses than this machine's own; they want a token, because a call of them would run code."""
