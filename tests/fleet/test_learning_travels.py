@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from server.engine.task_store import Arrival, TaskStore
 from server.errors import UnavailableError
 from server.fleet.changes import ChangeLog, SharedTasks
 from server.fleet.learning.builder import Builder, BuilderLoop, Sharing
-from server.fleet.learning.exchange import SegmentExchange
+from server.fleet.learning.exchange import SegmentExchange, decoded
 from server.fleet.learning.storage import (
     MANIFEST,
     Manifest,
@@ -264,6 +265,24 @@ def test_counts_travel_but_not_those_of_a_salt(fleet: Fleet) -> None:
 
     assert evidence(second, "") > 0.5 * evidence(first, "")
     assert evidence(second, "s") < 0.5 * evidence(first, "s")
+
+
+def test_a_writer_whose_clock_is_ahead_keeps_nobody_out(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, second = fleet.add(), fleet.add()
+    small = replace(LEARN, learn_tokens=30)  # two answers
+    with monkeypatch.context() as patch:
+        tomorrow_ns = time.time_ns() + 86_400_000_000_000
+        patch.setattr(time, "time_ns", lambda: tomorrow_ns)
+        for i in range(4):
+            ahead.learn([i, 9], speculation=small)
+    fleet.build()
+    second.learn([20, 21], speculation=small)
+    fleet.build()
+    [state] = [f for f in fleet.storage.files() if "/state-" in f]
+    file = decoded(fleet.storage.read(state, most=1 << 20), None, state.split("/")[3])
+    assert file.outputs.oldest_first()[-1][0].tolist() == [20, 21]
 
 
 def test_a_torn_segment_is_left_out(fleet: Fleet) -> None:

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafters.array_file import ArrayFileError
 from drafters.shared_counts import added, bounded
@@ -121,7 +121,8 @@ class Builder:
         for segment in new:
             marks[segment.writer] = (segment.number, now_ns)
             try:
-                read.append(decoded(read_hashed(storage, segment.path(scope)), None, _key(scope)))
+                file = decoded(read_hashed(storage, segment.path(scope)), None, _key(scope))
+                read.append(_not_ahead(file, now_ns))
             except (TornError, ArrayFileError) as error:
                 log.warning("a segment is left out: %s", error)
         num_torn = len(new) - len(read)
@@ -213,6 +214,16 @@ def _begun_anew(scope: str) -> Iterator[None]:
 def _key(scope: str) -> str:
     """What a file of this scope says whose it is."""
     return scope.rpartition("/")[2]
+
+
+def _not_ahead(file: SharedFile, now_ns: int) -> SharedFile:
+    """A segment whose examples are no newer than now. Those of a writer whose clock is ahead would
+    else be kept as the newest, and nobody else's until then."""
+    examples = {
+        (min(written_ns, now_ns), segment, number): example
+        for (written_ns, segment, number), example in file.outputs.examples.items()
+    }
+    return replace(file, outputs=SharedOutputs(examples, file.outputs.floor))
 
 
 def _segments(files: Iterable[str]) -> list[SegmentName]:
