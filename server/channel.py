@@ -16,7 +16,7 @@ Engine to API:   ("ready", info) ("deltas", [delta, ...])
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,3 +96,27 @@ def send(connection: Connection, message: Message) -> None:
 def receive(connection: Connection) -> Message:
     """Receive one message, blocking. Raises EOFError when the other side is gone."""
     return decode(connection.recv_bytes())
+
+
+def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One answer of several engines to a control: a failure of one fails it; of tables, numbers are
+    summed and lists put together; of lists of what has an `id`, each once, with the first `problem`
+    and as `pending` as any. Of no engine it is an empty table."""
+    failed = next((answer for answer in answers if not answer.get("ok")), None)
+    if failed is not None:
+        return failed
+    values: list[Any] = [answer.get("value") for answer in answers]
+    found: dict[str, Any] = {}
+    if values and all(isinstance(value, list) for value in values):  # engine.adapters' states
+        for state in (state for value in values for state in value):
+            same = found.setdefault(state["id"], dict(state))
+            same["pending"] |= state["pending"]
+            same["problem"] = same["problem"] or state["problem"]
+        return {"ok": True, "value": list(found.values())}
+    if not all(isinstance(value, dict) for value in values):
+        return {"ok": True, "value": values[0]}
+    for key, part in (item for value in values for item in value.items()):
+        old = found.get(key)
+        adds = isinstance(part, int | float | list) and not isinstance(part, bool)
+        found[key] = part if old is None else old + part if adds else old
+    return {"ok": True, "value": found}

@@ -24,10 +24,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import FastAPI
@@ -42,6 +41,7 @@ from server.api.openapi import described
 from server.api.route_context import AnswerResponse, RouteContext
 from server.api.served_model import ServedModel
 from server.api.shapes import Chance, CorpusSize, Count, Shape
+from server.channel import merged
 from server.config import AdapterConfig, TaskConfig
 from server.config.task import task_version
 from server.errors import (
@@ -429,28 +429,24 @@ class TaskAdmin(Protocol):
 
 @dataclass(slots=True)
 class _Report:
-    """The sums of what the engines of a task's model keep of it. sums: of steps and tokens, by
-    their names. cells: (offered, accepted) by source, length and share."""
+    """What the engines of a task's model keep of it. told: the sum of their answers."""
 
-    sums: Counter[str] = field(default_factory=Counter)
-    learned: Learned = field(default_factory=lambda: Learned(tokens=0, outputs=0, scopes=0))
-    engines: list[EngineReport] = field(default_factory=list)
-    cells: dict[tuple[str, int, float], list[float]] = field(default_factory=dict)
+    told: Mapping[str, Any]
+    engines: list[EngineReport]
 
-    def add(self, value: Mapping[str, Any]) -> None:
-        """One engine's answer."""
-        for name in ("num_steps", "num_tokens", "corpus_steps", "tokens_with", "tokens_without"):
-            self.sums[name] += value.get(name, 0)
-        self.learned.tokens += value.get("num_learned_tokens", 0)
-        self.learned.outputs += value.get("num_learned_outputs", 0)
-        self.learned.scopes += value.get("num_learned_scopes", 0)
-        for source, length, share, offered, accepted in value.get("calibration", ()):
-            cell = self.cells.setdefault((source, length, share), [0.0, 0.0])
-            cell[0] += offered
-            cell[1] += accepted
+    @property
+    def learned(self) -> Learned:
+        return Learned(
+            **{n: self.told.get(f"num_learned_{n}", 0) for n in ("tokens", "outputs", "scopes")}
+        )
 
     def calibration(self) -> list[CalibrationRow]:
-        """The cells, those that were offered most first."""
+        """The sums by source, length and share, those that were offered most first."""
+        cells: dict[tuple[str, int, float], list[float]] = {}
+        for source, length, share, offered, accepted in self.told.get("calibration", ()):
+            cell = cells.setdefault((source, length, share), [0.0, 0.0])
+            cell[0] += offered
+            cell[1] += accepted
         return [
             CalibrationRow(
                 source=source,
@@ -461,16 +457,16 @@ class _Report:
                 chance=round((accepted + 1) / (offered + 2), 4),
             )
             for (source, length, share), (offered, accepted) in sorted(
-                self.cells.items(), key=lambda item: -item[1][0]
+                cells.items(), key=lambda item: -item[1][0]
             )
         ]
 
     def corpus_fit(self) -> CorpusFit | None:
         """Whether the corpus fits; None before enough steps were compared."""
-        steps = self.sums["corpus_steps"]
+        steps = self.told.get("corpus_steps", 0)
         if steps < _MIN_COMPARED:
             return None
-        gain = self.sums["tokens_with"] / self.sums["tokens_without"]
+        gain = self.told["tokens_with"] / self.told["tokens_without"]
         fits, message = gain >= CORPUS_FITS, "outputs follow the corpus"
         if not fits:
             message = (
@@ -595,15 +591,12 @@ class TaskRoutes:
         engines = [e for e in self._client.engines() if e["model"] == model]
         names = [engine["name"] for engine in engines]
         answers = await self._client.ask(names, "task_report", payload, REPORT_TIMEOUT_S)
-        report = _Report()
-        for engine in engines:
-            answer = answers[engine["name"]]
-            has_answered = not problem_of(answer)
-            if has_answered:
-                report.add(answer["value"])
-            told = EngineReport(name=engine["name"], state=engine["state"], answered=has_answered)
-            report.engines.append(told)
-        return report
+        told = {name: answer for name, answer in answers.items() if not problem_of(answer)}
+        reports = [
+            EngineReport(name=e["name"], state=e["state"], answered=e["name"] in told)
+            for e in engines
+        ]
+        return _Report(merged([*told.values()])["value"], reports)
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes. `reload` comes before {task}, so that no task's name hides it."""
@@ -622,7 +615,7 @@ class TaskRoutes:
         async def get_task(task: str) -> Response:
             found = self._find(task)
             report = await self._report(found)
-            steps, tokens = report.sums["num_steps"], report.sums["num_tokens"]
+            steps, tokens = (report.told.get(name, 0) for name in ("num_steps", "num_tokens"))
             spec = found.speculation.model_dump(mode="json", by_alias=True, exclude={"corpus"})
             answer = TaskAnswer(
                 **self._entry(found),

@@ -175,7 +175,7 @@ class FleetHandle:
     async def _control(self, call_id: int, name: str, payload: Any) -> None:
         try:
             answers = await self._replicas.control(name, payload)
-            answer = merged(answers)
+            answer = channel.merged(answers)
         except Exception as error:
             answer = {"ok": False, "error": str(error)[:300] or type(error).__name__}
         self._tell(("control", call_id, answer))
@@ -267,31 +267,6 @@ class FleetHandle:
                 new = continuation.pass_on(told[1])
                 if new:
                     self._tell(("deltas", new))
-
-
-def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One answer of all replicas to a control: a failure of one fails it; of tables, numbers are
-    summed and lists put together, as the task routes do over the engines of one server; of lists of
-    what has an `id`, each once, with the first `problem` and as `pending` as any. Where all sleep,
-    there is an empty table."""
-    failed = next((answer for answer in answers if not answer.get("ok")), None)
-    if failed is not None:
-        return failed
-    values: list[Any] = [answer.get("value") for answer in answers]
-    found: dict[str, Any] = {}
-    if values and all(isinstance(value, list) for value in values):  # engine.adapters' states
-        for state in (state for value in values for state in value):
-            same = found.setdefault(state["id"], dict(state))
-            same["pending"] |= state["pending"]
-            same["problem"] = same["problem"] or state["problem"]
-        return {"ok": True, "value": list(found.values())}
-    if not all(isinstance(value, dict) for value in values):
-        return {"ok": True, "value": values[0]}
-    for key, part in (item for value in values for item in value.items()):
-        old = found.get(key)
-        adds = isinstance(part, int | float | list) and not isinstance(part, bool)
-        found[key] = part if old is None else old + part if adds else old
-    return {"ok": True, "value": found}
 
 
 # --- a request on another replica -----------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 
 from server.api.admin import CorpusBody, _Report
 from server.api.faces.completions import CompletionBody
+from server.channel import merged
 from server.config import VocabularyConfig, load_tasks
 from server.errors import ConfigError, TaskNotFoundError
 from server.wiring.task_set import TaskSet
@@ -28,12 +29,10 @@ from vocab_store.slice import VocabSlice
 
 @pytest.mark.parametrize(("with_it", "fits"), [(102.5, True), (101.5, False), (60.0, False)])
 def test_a_corpus_fits_at_the_gain_at_which_tune_says_so(with_it: float, fits: bool) -> None:
-    report = _Report()
     counts = {"corpus_steps": 30.0, "tokens_with": with_it / 2, "tokens_without": 50.0}
-    report.add(counts)
-    assert report.corpus_fit() is None, "two engines' counts make enough"
-    report.add(counts)
-    found = report.corpus_fit()
+    one, two = (merged([{"ok": True, "value": counts}] * num)["value"] for num in (1, 2))
+    assert _Report(one, []).corpus_fit() is None, "two engines' counts make enough"
+    found = _Report(two, []).corpus_fit()
     assert found is not None and found.fits is fits
     assert found.gain == round(with_it / 100, 3) and found.steps == 60
 

@@ -13,10 +13,10 @@ import pytest
 from server.api.admin import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
 from server.api.engines.client import EngineSpec
 from server.api.served_model import Catalog
+from server.channel import merged
 from server.config import TaskConfig
 from server.errors import ConfigError, InvalidRequestError, UnavailableError
 from server.fleet.changes import ChangeLog, Changes, SharedTasks
-from server.fleet.far_engine import merged
 from server.fleet.replica import EngineReplica
 from server.types import AdapterOrder
 from tests.api.live import as_bytes, served
