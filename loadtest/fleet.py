@@ -32,7 +32,6 @@ import fcntl
 import os
 import queue
 import random
-import re
 import shlex
 import signal
 import subprocess
@@ -51,7 +50,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from loadtest.options import ResultOptions, emit, program
-from loadtest.peer import UNBOUNDED, ServerRefused, free_port, stream
+from loadtest.peer import UNBOUNDED, ServerRefused, free_port, stream, total
 from server.commands.options import as_options
 from server.machine_code import make_ready
 
@@ -199,11 +198,9 @@ def body(task: int, prompt: list[int], max_tokens: int, **more: Any) -> dict[str
     }  # fmt: skip
 
 
-async def generated(client: httpx.AsyncClient) -> float:
-    """Tokens that the ingress has told of so far."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    told = [line for line in lines if line.startswith("tailor_generation_tokens_total{")]
-    return sum(float(line.rpartition(" ")[2]) for line in told)
+async def told(client: httpx.AsyncClient, name: str) -> float:
+    """What the ingress tells of a series now, over all its labels."""
+    return total((await client.get("/metrics")).text, name)
 
 
 NUM_TEXTS = 200
@@ -354,17 +351,11 @@ async def play(url: str) -> tuple[list[float], list[tuple[float, int]]]:
 
         playing = asyncio.gather(*(ask(*arrival) for arrival in arrivals()))
         while not playing.done():
-            num = num_up((await client.get("/metrics")).text)
+            num = round(await told(client, "tailor_engine_up"))
             if not changes or changes[-1][1] != num:
                 changes.append((time.perf_counter() - began_s, num))
             await asyncio.wait({playing}, timeout=0.5)
     return playing.result(), changes
-
-
-def num_up(metrics: str) -> int:
-    """Engine replicas that are up, of what an ingress tells."""
-    pattern = r'^tailor_engine_up{engine="tiny/\d+",[^}]*} 1.0$'
-    return len(re.findall(pattern, metrics, re.MULTILINE))
 
 
 def replica_s(changes: list[tuple[float, int]], until_s: float) -> float:
@@ -426,9 +417,10 @@ async def throughput(url: str, num_replicas: int, seconds: float) -> float:
         asking = [asyncio.create_task(ask(i)) for i in range(2 * SEATS * num_replicas)]
         await asyncio.sleep(5.0)
         loop = asyncio.get_running_loop()
-        before, began_s = await generated(client), loop.time()
+        generated = partial(told, client, "tailor_generation_tokens_total")
+        before, began_s = await generated(), loop.time()
         await asyncio.sleep(seconds)
-        after, took_s = await generated(client), loop.time() - began_s
+        after, took_s = await generated(), loop.time() - began_s
         ended.set()
         await asyncio.gather(*asking)
     return (after - before) / took_s

@@ -37,6 +37,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 UNBOUNDED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 """As many connections as anybody wants."""
@@ -133,6 +134,12 @@ def request_body(
         del body["model"]
     body.update(extra or {})
     return body
+
+
+def total(metrics: str, name: str, **labels: str) -> float:
+    """Sum of a series of /metrics over the labels that are not given; 0.0 without one."""
+    samples = (s for family in text_string_to_metric_families(metrics) for s in family.samples)
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
 
 async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> Timing:

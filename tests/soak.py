@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import statistics
 import sys
 import time
@@ -39,7 +38,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadtest.options import ResultOptions, emit, listed, run, stopped_afterwards
-from loadtest.peer import Peer, PeerFailed, bring_up, tailor_peer
+from loadtest.peer import Peer, PeerFailed, bring_up, tailor_peer, total
 from loadtest.prompts import PLAIN
 
 KEPT, LEFT = "soak-kept", "soak-left"
@@ -52,7 +51,6 @@ COUNTED = {
     "tailor_spec_decode_num_accepted_tokens_total": "accepted_tokens",
     "tailor_spec_decode_num_decode_steps_total": "steps",
 }
-_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 @Parameter(name="*")
@@ -326,15 +324,6 @@ async def send_all(
         await asyncio.gather(watching, clients, return_exceptions=True)
 
 
-def metric(page: str, name: str, **labels: str) -> float:
-    """Sum of a series over the labels that are not given; 0.0 without one."""
-    return sum(
-        float(value)
-        for found, text, value in _SAMPLE.findall(page)
-        if found == name and all(f'{k}="{v}"' in text for k, v in labels.items())
-    )
-
-
 async def settle(url: str, wait_s: float = 20.0) -> dict[str, Any]:
     """What is left once nothing is asked any more: /metrics and /health when idle, or as they are
     after wait_s."""
@@ -344,9 +333,9 @@ async def settle(url: str, wait_s: float = 20.0) -> dict[str, Any]:
             page = (await client.get(f"{url}/metrics")).text
             health = (await client.get(f"{url}/health")).json()
             left = {
-                "kv_cache_usage": metric(page, "tailor_kv_cache_usage_perc"),
-                "running": metric(page, "tailor_num_requests_running"),
-                "waiting": metric(page, "tailor_num_requests_waiting"),
+                "kv_cache_usage": total(page, "tailor_kv_cache_usage_perc"),
+                "running": total(page, "tailor_num_requests_running"),
+                "waiting": total(page, "tailor_num_requests_waiting"),
                 "open": sum(engine["open_requests"] for engine in health["engines"]),
             }
             if not any(left.values()) or time.monotonic() > end_s:
@@ -383,7 +372,7 @@ def judge(
 
     memory, handles, threads = map(growth, ("memory_mib", "num_handles", "num_threads"))
     counters = {
-        name: (metric(left["page"], name, task=KEPT), float(tally.usage[used]))
+        name: (total(left["page"], name, task=KEPT), float(tally.usage[used]))
         for name, used in COUNTED.items()
     }
     checks = {

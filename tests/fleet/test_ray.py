@@ -25,7 +25,8 @@ import httpx
 import openai
 import pytest
 
-from loadtest.fleet import FleetProcess, num_up
+from loadtest.fleet import FleetProcess
+from loadtest.peer import total
 from server.machine_code import make_ready
 from tests.api.live import LiveServer
 from tests.fleet.ray_parts import CALM, FakeParts, free_port
@@ -154,18 +155,13 @@ def _metrics(fleet: FleetProcess) -> str:
     return _get(fleet.url + "/metrics").text
 
 
-def _total(metrics: str, name: str, label: str = "") -> float:
-    lines = [line for line in metrics.splitlines() if line.startswith(f"{name}{{")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)
-
-
 def _own_metrics() -> list[str]:
     """What Prometheus scrapes: each ingress on its own port."""
     return [_get(f"http://127.0.0.1:{OWN_PORTS + i}/metrics").text for i in range(2)]
 
 
 def _sum(name: str) -> float:
-    return sum(_total(text, name) for text in _own_metrics())
+    return sum(total(text, name) for text in _own_metrics())
 
 
 def test_answers_and_refusals_are_those_of_a_single_server(
@@ -217,7 +213,7 @@ def test_sums_over_all_that_are_scraped_count_nothing_twice(fleet: FleetProcess)
     assert _sum(requests) - before[1] == num
     assert "/fleet" not in _metrics(fleet)
     # Each ingress looks by itself.
-    _wait(lambda: _total(_metrics(fleet), steps) == _sum(steps))
+    _wait(lambda: total(_metrics(fleet), steps) == _sum(steps))
 
 
 def test_a_client_that_leaves_frees_its_engine(fleet: FleetProcess) -> None:
@@ -239,7 +235,7 @@ def test_both_ingresses_serve_and_hold_a_key_to_its_limit_together(fleet: FleetP
     def served() -> list[float]:
         """Completions that each ingress has answered."""
         series, route = "tailor_http_responses_total", "/v1/completions"
-        return [_total(text, series, route) for text in _own_metrics()]
+        return [total(text, series, route=route) for text in _own_metrics()]
 
     def ask(i: int) -> int:
         url = f"http://127.0.0.1:{ports[i % 3]}/v1/completions"
@@ -318,8 +314,8 @@ def _become(fleet: FleetProcess, *options: str) -> None:
     fleet.ask(f"become {shlex.join([*options, '--drain-s', '0.5'])}", "BECAME", 240.0)
 
 
-def _num_engines(fleet: FleetProcess) -> int:
-    return num_up(_metrics(fleet))
+def _num_engines(fleet: FleetProcess) -> float:
+    return total(_metrics(fleet), "tailor_engine_up")
 
 
 def test_an_update_loses_no_request(
@@ -358,7 +354,7 @@ def test_a_stream_ends_on_the_weights_that_began_it(
     wanted = _text(single.url, body)
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(_text, fleet.url, body)
-        _wait(lambda: _total(_metrics(fleet), "tailor_num_requests_running") == 1)
+        _wait(lambda: total(_metrics(fleet), "tailor_num_requests_running") == 1)
         fleet.ask("rewrite", "REWRITTEN", timeout_s=120)
         assert answer.result(60) == wanted
     assert not wanted.startswith(_text(fleet.url, {**body, "max_tokens": 8}))

@@ -21,6 +21,7 @@ from loadtest.peer import (
     parse_peers,
     request_body,
     shuffled,
+    total,
 )
 from tests.waiting import wait_until
 
@@ -174,3 +175,10 @@ def test_in_the_long_run_every_server_follows_every_other_one() -> None:
     assert len(pairs) == 6
     again = [peer.name for peer in shuffled(peers, 11, "plain")]
     assert again == order
+
+
+def test_series_are_summed_by_label() -> None:
+    page = 'a_total{task="x",b="1"} 2\na_total{task="x",b="2"} 3.5\na_total{task="y"} 1\nb 4\n'
+    assert total(page, "a_total", task="x") == 5.5
+    assert total(page, "a_total") == 6.5
+    assert total(page, "b") == 4.0 and total(page, "c") == 0.0

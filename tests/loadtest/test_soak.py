@@ -67,13 +67,6 @@ def test_each_check_can_fail(check: str) -> None:
     assert [name for name, well in result["checks"].items() if not well] == [check]
 
 
-def test_series_are_summed_by_label() -> None:
-    page = 'a_total{task="x",b="1"} 2\na_total{task="x",b="2"} 3.5\na_total{task="y"} 1\nb 4\n'
-    assert soak.metric(page, "a_total", task="x") == 5.5
-    assert soak.metric(page, "a_total") == 6.5
-    assert soak.metric(page, "b") == 4.0 and soak.metric(page, "c") == 0.0
-
-
 def test_every_request_of_the_mix_is_valid() -> None:
     rng = random.Random(3)
     for _ in range(300):
