@@ -78,16 +78,18 @@ class ChangeLog:
         return self._latest.orders(model) if self._latest.number else None
 
     async def follow(self, ingress_id: str, changes: Changes) -> Changes:
-        """The latest Changes, as soon as they are newer than the ingress's own, or after FOLLOW_S.
+        """The latest Changes, as soon as they are newer than the ingress's own, or after FOLLOW_S;
+        at once for one that is new here.
 
         Those that are newer than the desk's become its own.
         """
+        is_new = ingress_id not in self._told
         self._told[ingress_id] = (changes.number, self._clock())
         if changes.number > self._latest.number:
             self._latest = changes
             self._news.set()
             self._news = asyncio.Event()
-        if changes.number == self._latest.number:
+        if changes.number == self._latest.number and not is_new:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FOLLOW_S):
                     await self._news.wait()
@@ -146,6 +148,8 @@ class SharedTasks:
         self._desk = desk
         self._id = ingress_id
         self._changes = Changes()
+        self.has_followed = asyncio.Event()
+        """Set once it knows what was changed before it came."""
         self._mine = asyncio.Lock()
         self._following = asyncio.Lock()
         self._on_tasks: Callable[[Mapping[str, TaskConfig]], None] | None = None
@@ -211,6 +215,7 @@ class SharedTasks:
             try:
                 latest = await self._desk.follow(self._id, self._changes)
                 await self._follow(latest)
+                self.has_followed.set()
             except Exception as error:
                 log.warning("changes of tasks cannot be followed: %s", type(error).__name__)
                 await asyncio.sleep(FOLLOW_S)

@@ -16,6 +16,7 @@ LIVES_S = 1.5
 """A replica that has told something since then lives: it does so every second."""
 GONE_AFTER_S = 5.0
 """A replica that has not reported for so long counts as gone."""
+_STARTS_S = 600.0  # a replica that has its number and has not reported is starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Desk:
         self._standings: dict[str, tuple[float, Standing]] = {}
         self._infos: dict[str, ModelInfo] = {}
         self._left: set[str] = set()
+        self._given: dict[str, tuple[int, float]] = {}  # to which rank, when; until it reports
         self._owner = ""
         self._is_ending = False
 
@@ -47,6 +49,7 @@ class Desk:
         self._standings[standing.replica_id] = (self._clock(), standing)
         self._infos[standing.model] = standing.info
         self._left.discard(standing.name)
+        self._given.pop(standing.name, None)
 
     def leave(self, replica_id: str) -> None:
         """A replica ends because it was asked to."""
@@ -65,13 +68,17 @@ class Desk:
         return sorted(found, key=lambda standing: (standing.name, standing.replica_id))
 
     def number(self, model: str, rank: int) -> int:
-        """What a replica that starts may be called: its rank, unless another one that lives is
-        called so. After an update Serve gives ranks anew, and names stay."""
-        newest_s = self._clock() - LIVES_S
-        taken = {s.name for told_s, s in self._standings.values() if told_s >= newest_s}
-        while f"{model}/{rank}" in taken:
-            rank += 1
-        return rank
+        """What a replica that starts may be called: its rank, unless another one that lives or
+        starts is called so. After an update Serve gives ranks anew, and names stay."""
+        now_s, number = self._clock(), rank
+        taken = {s.name for told_s, s in self._standings.values() if told_s >= now_s - LIVES_S}
+        for name, (given_to, given_s) in self._given.items():
+            if given_to != rank and given_s >= now_s - _STARTS_S:
+                taken.add(name)
+        while (name := f"{model}/{number}") in taken:
+            number += 1
+        self._given[name] = rank, now_s
+        return number
 
     def state(
         self, model: str

@@ -26,6 +26,8 @@ from server.metrics import Metrics
 if TYPE_CHECKING:
     from server.wiring.server import ServerPlan
 
+_FOLLOWED_S = 5.0
+"""So long it waits for what was changed before it came, adapters that were loaded for example."""
 _DRAIN_S = 7 * 86400.0  # `stop` says how long it is
 
 
@@ -137,6 +139,9 @@ class IngressApp:
         follow = self._shared.run(state.follow_tasks, state.follow_adapter)
         tasks = [asyncio.create_task(run) for run in (self._uses.run(), follow)]
         try:
+            with contextlib.suppress(TimeoutError):  # the desk is away
+                async with asyncio.timeout(_FOLLOWED_S):
+                    await self._shared.has_followed.wait()
             yield
         finally:
             for task in tasks:

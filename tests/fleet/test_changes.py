@@ -16,7 +16,7 @@ from server.api.served_model import Catalog
 from server.channel import merged
 from server.config import TaskConfig
 from server.errors import ConfigError, InvalidRequestError, UnavailableError
-from server.fleet.changes import ChangeLog, Changes, SharedTasks
+from server.fleet.changes import FOLLOW_S, ChangeLog, Changes, SharedTasks
 from server.fleet.replica import EngineReplica
 from server.types import AdapterOrder
 from tests.api.live import as_bytes, served
@@ -200,7 +200,8 @@ async def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_
         await ingresses[0].shared.reload()
         late = Ingress("late", files, desk)
         late.admin.names.remove("c")  # the file came when it had read the others
-        await asyncio.sleep(0.01)  # it follows, the adapter before the task that names it
+        # It follows at once, the adapter before the task that names it, and then takes requests.
+        await asyncio.wait_for(late.shared.has_followed.wait(), 0.8 * FOLLOW_S)
         assert late.told == [{"a", "b", "c"}]
         await late.routes.load(LoadAdapterBody(lora_name="more", lora_path="folder"))
         assert set(late.catalog.adapters) == {"new", "more"}
