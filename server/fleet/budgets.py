@@ -206,8 +206,8 @@ class FleetUse:
 
     def __init__(self, key: ApiKey, uses: FleetUses) -> None:
         now_s = uses.clock()
-        self.key = key
-        self._told_key = replace(key, digest=b"")  # nothing of a secret leaves the process
+        self._key = replace(key, digest=b"")  # nothing of a secret leaves the process
+        self._seats = key.max_concurrent_requests
         self._uses = uses
         self._open = 0
         self._turn = 0
@@ -216,23 +216,19 @@ class FleetUse:
         self._requests = _Part(key.requests_per_minute, uses.num_ingresses, now_s)
         self._tokens = _Part(key.tokens_per_minute, uses.num_ingresses, now_s)
         self._parts = (self._requests, self._tokens)
-        self.is_limited = (
-            self._requests.is_limited
-            or self._tokens.is_limited
-            or key.max_concurrent_requests is not None
-        )
+        self.is_limited = any(p.is_limited for p in self._parts) or self._seats is not None
 
     async def enter(self) -> None:
         self._open += 1
         try:
-            await self._take(self._requests, 1.0, seat=self.key.max_concurrent_requests is not None)
+            await self._take(self._requests, 1.0, seat=self._seats is not None)
         except BaseException:
             self._open -= 1
             raise
 
     def leave(self) -> None:
         self._open -= 1
-        if self.key.max_concurrent_requests is not None:
+        if self._seats is not None:
             self._uses.wake()
 
     async def reserve(self, amount: int) -> None:
@@ -274,7 +270,7 @@ class FleetUse:
                 break
             await asyncio.sleep(_SEAT_AGAIN_S)
             grant = await self._claim(wanted, seat=seat)
-        most = self.key.max_concurrent_requests if seat else None
+        most = self._seats if seat else None
         if grant is None or grant.is_young:
             if most is not None and self._open > max(1, most // self._uses.num_ingresses):
                 raise too_many_open(most)
@@ -287,7 +283,7 @@ class FleetUse:
                 part.held += sum(grant.given) - amount
                 part.use(amount, self._uses.clock())
         if wait_s > 0.0:
-            raise too_many_requests(self.key, wait_s) if is_requests else too_many_tokens(wait_s)
+            raise too_many_requests(self._key, wait_s) if is_requests else too_many_tokens(wait_s)
 
     async def _claim(self, wanted: Pair, *, seat: bool = False) -> Grant | None:
         """Ask the desk; None while it is away."""
@@ -299,7 +295,7 @@ class FleetUse:
         requests.spent = tokens.spent = 0.0
         grant = await self._uses.ask(
             Claim(
-                self._uses.ingress_id, self._told_key, self._turn, self._desk_id,
+                self._uses.ingress_id, self._key, self._turn, self._desk_id,
                 wanted, seat, self._open, spent, owed,
             )
         )  # fmt: skip

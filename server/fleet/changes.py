@@ -37,6 +37,7 @@ _GONE_S = 5.0  # an ingress that has not asked for so long is not waited for, an
 _AGAIN_S = 0.05
 _FOLLOWED_S = 10.0
 _TURN_S = 120.0
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +224,14 @@ class SharedTasks:
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         async with self._mine:
+            wait = asyncio.timeout(_TURN_S)
             try:
-                async with asyncio.timeout(_TURN_S):
-                    while (before := await self._desk.begin(self._id)) is None:
+                async with wait:
+                    while (before := await self._begin()) is None:
                         await asyncio.sleep(_AGAIN_S)
-            except Exception as error:
+            except Exception:
                 problem = "The fleet's desk does not answer"
-                if isinstance(error, TimeoutError):
+                if wait.expired():
                     problem = "Another ingress changes the tasks"
                 text = f"{problem}. Try again later."
                 raise UnavailableError(text, retry_after_s=5.0) from None
@@ -239,6 +241,11 @@ class SharedTasks:
             finally:
                 with contextlib.suppress(Exception):
                     await self._desk.end(self._id)
+
+    async def _begin(self) -> Changes | None:
+        """ChangeLog.begin of a desk that answers: a call waits for one that is away."""
+        async with asyncio.timeout(_ANSWER_S):
+            return await self._desk.begin(self._id)
 
     async def _follow(self, latest: Changes) -> None:
         """Look again at the files that others have changed."""

@@ -16,6 +16,7 @@ from server.api.served_model import Catalog
 from server.channel import merged
 from server.config import TaskConfig
 from server.errors import ConfigError, InvalidRequestError, UnavailableError
+from server.fleet import changes
 from server.fleet.changes import FOLLOW_S, ChangeLog, Changes, SharedTasks
 from server.fleet.replica import EngineReplica
 from server.types import AdapterOrder
@@ -86,15 +87,18 @@ class Admin:
 
 
 class Desk:
-    """A ChangeLog that can be lost."""
+    """A ChangeLog that can be lost. is_silent: calls wait meanwhile, and raise nothing."""
 
     def __init__(self) -> None:
         self.log: ChangeLog | None = ChangeLog()
+        self.is_silent = False
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any) -> Any:
-            if self.log is None:
-                raise ConnectionError
+            while self.log is None:
+                if not self.is_silent:
+                    raise ConnectionError
+                await asyncio.sleep(0.01)
             return await getattr(self.log, name)(*args)
 
         return call
@@ -150,12 +154,18 @@ async def test_changes_at_every_ingress_happen_one_at_a_time() -> None:
         assert not any(i.admin.corpora.get("b") for i in ingresses)
 
 
-async def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all() -> None:
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with _fleet() as (files, desk, ingresses):
         await ingresses[0].shared.upload("a", [{}], append=True)
-        desk.log = None
-        with pytest.raises(UnavailableError):
-            await ingresses[1].shared.upload("a", [{}], append=True)
+        desk.log, desk.is_silent = None, is_silent
+        monkeypatch.setattr(changes, "_ANSWER_S", 0.05)
+        upload = ingresses[1].shared.upload("a", [{}], append=True)
+        with pytest.raises(UnavailableError, match="desk does not"):
+            await asyncio.wait_for(upload, 5.0)
+        monkeypatch.undo()
         assert files.corpora == {"a": 1}
         desk.log = ChangeLog()
         assert desk.log.orders("tiny") is None  # nobody has told it yet what to forget

@@ -227,7 +227,7 @@ def test_scopes_share_nothing(fleet: Fleet) -> None:
     first, second = fleet.add(), fleet.add()
     first.ask(tenant="a")
     first.learn(tenant="a", cache_salt="s")
-    assert fleet.build().num_scopes == 2
+    assert fleet.build().num_published == 2
     for tenant, salt in (("b", ""), ("", ""), ("b", "s"), ("a", "t")):
         second.memory.learned("task", f"{tenant}\0{salt}", None, 1000, persist=True)
     second.tend()

@@ -52,7 +52,6 @@ _COUNTS_MEMORY = {"evidence": 20_000.0, "outcomes": 20_000.0, "offers": 2000.0}
 class PassReport:
     """What one pass did. num_merged, num_torn: segments."""
 
-    num_scopes: int = 0
     num_published: int = 0
     num_merged: int = 0
     num_torn: int = 0
@@ -71,7 +70,7 @@ class Builder:
     def run(self) -> PassReport:
         """One pass. Raises StorageError when the storage is away."""
         scopes = self._scopes()
-        report = PassReport(len(scopes))
+        report = PassReport()
         by_task: dict[str, list[tuple[int, str]]] = {}
         for scope, files in scopes.items():
             manifest = self._tend(scope, files, report)
@@ -125,16 +124,15 @@ class Builder:
                 read.append(_not_ahead(file, now_ns))
             except (TornError, ArrayFileError) as error:
                 log.warning("a segment is left out: %s", error)
-        num_torn = len(new) - len(read)
         if read:
-            manifest = self._publish(scope, manifest, read, marks, num_torn)
+            manifest = self._publish(scope, manifest, read, marks)
         for segment in new:
             storage.delete(segment.path(scope))
         if read:
             self._sweep(scope, files, manifest, [])
         report.num_published += bool(read)
         report.num_merged += len(read)
-        report.num_torn += num_torn
+        report.num_torn += len(new) - len(read)
         return manifest
 
     def _oldest_ns(self) -> int:
@@ -146,7 +144,6 @@ class Builder:
         before: Manifest | None,
         segments: list[SharedFile],
         marks: Mapping[str, tuple[int, int]],
-        num_torn: int,
     ) -> Manifest:
         """A version made of the last state and segments; all that is in other ids than the newest
         segment is left out."""
@@ -179,7 +176,6 @@ class Builder:
             published_ns=time.time_ns(),
             state=name,
             num_merged=len(segments) + (0 if before is None else before.num_merged),
-            num_torn=num_torn + (0 if before is None else before.num_torn),
             marks=dict(kept_marks),
         )
         storage.write(f"{scope}/{MANIFEST}", manifest.encode())

@@ -126,15 +126,14 @@ class Manifest(msgspec.Struct, frozen=True):
     """What is published of a scope. What earlier versions of Tailor say beside it is not looked at.
 
     version: ascending. published_ns: time.time_ns(). state: name of a file in the scope's folder.
-    num_merged, num_torn: segments, ever. marks: of each writer the number of its last segment that
-    is merged, and when that was.
+    num_merged: segments, ever. marks: of each writer the number of its last segment that is merged,
+    and when that was.
     """
 
     version: Count
     published_ns: Count
     state: Annotated[str, msgspec.Meta(pattern=r"^state-[0-9a-f]{16}\.bin\Z")]
     num_merged: Count = 0
-    num_torn: Count = 0
     marks: dict[str, tuple[int, int]] = {}
 
     def encode(self) -> bytes:
