@@ -77,18 +77,11 @@ class FleetProcess:
         self._lines: queue.Queue[str] = queue.Queue()
         self._process: subprocess.Popen[str]
         self.port = 0
-        self.told: list[str] = []
-        """What it said of its start."""
 
     @property
     def url(self) -> str:
         """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Its process, and the session of all that it has started."""
-        return self._process.pid
 
     def __enter__(self) -> FleetProcess:
         with starts_alone():
@@ -135,14 +128,11 @@ class FleetProcess:
             if line == "":
                 raise TimeoutError(f"it ended; it said: {said[-20:]}")
             said.append(line)
-            if line.startswith("TOLD "):
-                self.told.append(line[5:])
 
     def _start(self) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", "tests.fleet.run_fleet", str(self.port), *self._options]
         self._lines = queue.Queue()
-        self.told.clear()
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,

@@ -56,7 +56,7 @@ class LocalReplicas:
         if self._starting is None:
             self._loop = asyncio.get_running_loop()
             self._starting = asyncio.create_task(self._start())
-        await self._starting
+        await asyncio.shield(self._starting)  # who asks may have no time
         info = next((r.info for r in self.there.values()), None)
         for replica in list(self.there.values()):
             await replica.look()

@@ -45,9 +45,6 @@ class Fleet:
             raise ConnectionError
         return self.desk.take(claim)
 
-    def lose_desk(self) -> None:
-        self.desk = None
-
     def new_desk(self) -> None:
         self.desk = Budgets(self.num, self.clock)
 
@@ -89,7 +86,7 @@ async def test_no_order_of_events_lets_in_more_than_a_bucket_would(seed: int) ->
         i = chance.randrange(3)
         event = chance.random()
         if event < 0.002 and fleet.desk is not None:
-            fleet.lose_desk()
+            fleet.desk = None
             num_lost += 1
         elif event < 0.01 and fleet.desk is None:
             fleet.new_desk()
@@ -147,7 +144,7 @@ async def test_a_seat_that_is_on_its_way_back_is_waited_for() -> None:
 async def test_a_lost_desk_gives_nobody_a_full_bucket_again() -> None:
     fleet = Fleet(requests_per_minute=60)
     assert sum([await fleet.enters(0) for _ in range(60)]) == 60
-    fleet.lose_desk()
+    fleet.desk = None
     fleet.clock.now_s += 1.5
     assert not any([await fleet.enters(i) for i in range(3)])
     fleet.clock.now_s += 1.5  # each earns a third of the rate by itself

@@ -99,8 +99,7 @@ def test_of_many_replicas_a_choice_looks_at_few_whatever_their_number() -> None:
 
 def test_a_full_home_is_left_and_a_slow_one_too() -> None:
     routing = _routing(["a", "b"])
-    home = routing.ranking("slots", 1)[0]
-    other = "b" if home == "a" else "a"
+    home, other = routing.ranking("slots", 2)
     assert routing.choose(_job(), _views({home: 60, other: 0}).get)[0] == other
     slow = {
         home: ReplicaView(0, StepCosts(0.2, 0.01, 16)),
@@ -111,8 +110,7 @@ def test_a_full_home_is_left_and_a_slow_one_too() -> None:
 
 def test_what_could_not_serve_it_is_avoided_while_there_is_another() -> None:
     routing = _routing(["a", "b"])
-    home = routing.ranking("slots", 1)[0]
-    other = "b" if home == "a" else "a"
+    home, other = routing.ranking("slots", 2)
     views = _views({home: 0, other: 0})
     assert routing.choose(_job(avoid=(home,)), views.get) == [other]
     assert routing.choose(_job(avoid=(home,)), {home: views[home]}.get) == [home]
