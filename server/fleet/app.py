@@ -171,7 +171,7 @@ class EngineDeployment(EngineReplica):
         await self.start()
         await self.look()
         await self._tell_once()
-        self._telling = asyncio.create_task(self._tell())
+        self._telling = asyncio.create_task(self.tell())
 
     async def pid(self, replica: str) -> int:
         """The replica's process, for those who test what happens when it dies."""
@@ -190,7 +190,8 @@ class EngineDeployment(EngineReplica):
         """What the autoscaler reads; see scaling.WorkPolicy."""
         return self.work
 
-    async def _tell(self) -> None:
+    async def tell(self) -> None:
+        """Tell the desk, each second, until cancelled."""
         while True:
             looking = asyncio.create_task(self.look())  # a busy engine's answer takes a second
             await asyncio.sleep(_TELL_S)

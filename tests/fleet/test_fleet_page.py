@@ -180,7 +180,7 @@ async def test_a_replica_tells_of_itself_again_where_its_engine_answered_nonsens
         num_told += 1
 
     replica: Any = SimpleNamespace(look=look, _tell_once=tell)
-    telling = asyncio.create_task(app.EngineDeployment._tell(replica))
+    telling = asyncio.create_task(app.EngineDeployment.tell(replica))
     await until(lambda: num_told == 3)
     telling.cancel()
 
