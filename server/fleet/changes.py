@@ -230,6 +230,7 @@ class SharedTasks:
                     while (before := await self._begin()) is None:
                         await asyncio.sleep(_AGAIN_S)
             except Exception:
+                await self._end()  # it may have been given when nobody waited for it any more
                 problem = "The fleet's desk does not answer"
                 if wait.expired():
                     problem = "Another ingress changes the tasks"
@@ -239,8 +240,12 @@ class SharedTasks:
                 await self._follow(before)
                 yield
             finally:
-                with contextlib.suppress(Exception):
-                    await self._desk.end(self._id)
+                await self._end()
+
+    async def _end(self) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_ANSWER_S):
+                await self._desk.end(self._id)
 
     async def _begin(self) -> Changes | None:
         """ChangeLog.begin of a desk that answers: a call waits for one that is away."""

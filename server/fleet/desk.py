@@ -86,7 +86,8 @@ class Desk:
         """For the ingresses: far_engine.FleetState. The info is there also when all engines sleep;
         None before any told it."""
         figures = {s.name: s.figures for s in self.standings(model)}
-        return self._infos.get(model), figures, frozenset(self._left)
+        left = frozenset(name for name in self._left if name.rpartition("/")[0] == model)
+        return self._infos.get(model), figures, left
 
     def own(self, owner: str) -> None:
         """Who has deployed the fleet last, and takes it away in the end."""

@@ -36,6 +36,7 @@ def test_names_are_of_one_replica_each() -> None:
     desk.leave("who")
     tell(0, "d")
     assert list(desk.state("m")[1]) == ["m/0"] and desk.state("m")[2] == {"m/1"}
+    assert not desk.state("other")[2]
 
 
 def test_the_figures_of_replicas_are_added_up() -> None:

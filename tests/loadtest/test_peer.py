@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-import stat
 import sys
 import textwrap
 from pathlib import Path
@@ -89,7 +88,6 @@ def test_each_dialect_keeps_the_prefix_cache_out_of_the_way() -> None:
 
 def script(path: Path, text: str) -> str:
     path.write_text("#!/usr/bin/env bash\n" + textwrap.dedent(text))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
 
 
