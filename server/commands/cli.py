@@ -1,7 +1,8 @@
 """`tailor`: the command line. Commands are one row each here and one function in a file by noun.
 
 A command's module is imported when the command is called, and numpy and torch inside its function,
-so that `tailor --help` answers at once.
+so that `tailor --help` answers at once. What reads the words is imported when they are read, so
+that `serve` takes signals from its first moment on.
 
 Exit status: 0 when the command succeeded, 1 when it failed (the reason is on stderr), 2 for a wrong
 command line, 130 when it was interrupted.
@@ -9,15 +10,19 @@ command line, 130 when it was interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
-
-from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from server import __version__
 from server.errors import TailorError
+from server.machine import has_terminal
+
+if TYPE_CHECKING:
+    from cyclopts import App, CycloptsError
 
 
 class Command(NamedTuple):
@@ -263,15 +268,20 @@ OLD_OPTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
-    app = build_app()
     words = _new_names(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["serve"]:
-        words = _without_taken(words)
-    chain, apps, rest = app.parse_commands(words)
-    if apps[-1].default_command is None and not rest:  # half a command
-        app.help_print(list(chain), console=app.error_console)
-        return 2
+    if words[:1] != ["serve"]:
+        return _run(words)
+    with _early_signals():
+        return _run(_without_taken(words))
+
+
+def _run(words: Sequence[str]) -> int:
     try:
+        app = build_app()
+        chain, apps, rest = app.parse_commands(words)
+        if apps[-1].default_command is None and not rest:  # half a command
+            app.help_print(list(chain), console=app.error_console)
+            return 2
         status: int | None = app(words, result_action="return_value")
         return status or 0  # --help and --version return nothing
     except TailorError as error:
@@ -285,8 +295,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+@contextlib.contextmanager
+def _early_signals() -> Iterator[None]:
+    """Until the server takes SIGTERM and SIGHUP itself. SIGTERM ends it and what it has begun: the
+    first process of a container gets no signal that it does not catch. SIGHUP waits until then,
+    where it is not the end of a terminal: a supervisor asks for a reload. It waits in threads that
+    begin from here on, so what is imported before brings none (numpy does)."""
+    waits = set() if has_terminal() else {signal.SIGHUP}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, waits)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    finally:
+        for number in waits:  # one that still waits is dropped
+            signal.signal(number, signal.signal(number, signal.SIG_IGN))
+        signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def build_app() -> App:
     """The whole command line; the README is tested against it."""
+    from cyclopts import App, Parameter
+
     app = App(
         name="tailor",
         help="An OpenAI-compatible inference server for small models that do tasks.",
@@ -416,6 +446,8 @@ def _without_taken(words: Sequence[str]) -> list[str]:
 
 
 def _told(error: CycloptsError) -> str:
+    from cyclopts import UnknownOptionError, UnusedCliTokensError
+
     serves = tuple(error.command_chain or ()) == ("serve",)
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         rest = " ".join(error.unused_tokens)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -35,7 +33,6 @@ from server.config.server import LogConfig
 from server.config.server import with_overrides as over
 from server.config.yaml_file import MemorySize, Section, parse_device_list, parse_memory
 from server.errors import ConfigError, TailorError
-from server.machine import has_terminal
 from server.wiring.task_set import server_tasks
 
 if TYPE_CHECKING:
@@ -183,42 +180,41 @@ def serve(
     log_format: Annotated[Literal["console", "json"] | None, _key(LogConfig, "format")] = None,
 ) -> int:
     start_s = time.monotonic()
-    with _early_signals():
-        config = server_config(place, what, how)
-        config = over(config, "log", {"format": log_format, "level": log_level})
-        # Check everything before minutes of fetching and loading.
-        keys, tasks = check_server(config)
-        from server.engine.process import EngineProcess
+    config = server_config(place, what, how)
+    config = over(config, "log", {"format": log_format, "level": log_level})
+    # Check everything before minutes of fetching and loading.
+    keys, tasks = check_server(config)
+    from server.engine.process import EngineProcess
 
-        waiting = [EngineProcess(_IMPORTS) for model in config.models for _ in model.devices]
-        from server import logs
-        from server.api.serving import check_certificate, listen
-        from server.commands.idle_prior import make_priors
-        from server.wiring.model import ready_folder
-        from server.wiring.server import plan_server, run_server
+    waiting = [EngineProcess(_IMPORTS) for model in config.models for _ in model.devices]
+    from server import logs
+    from server.api.serving import check_certificate, listen
+    from server.commands.idle_prior import make_priors
+    from server.wiring.model import ready_folder
+    from server.wiring.server import plan_server, run_server
 
-        logs.configure(config.log.format, config.log.level)
-        check_certificate(config.listen)
-        listener = listen(config.listen.host, config.listen.port)
-        folders = {m.name: ready_folder(m, config.engine) for m in config.models}
-        plan = plan_server(config, tasks, folders, lambda: server_tasks(config))
+    logs.configure(config.log.format, config.log.level)
+    check_certificate(config.listen)
+    listener = listen(config.listen.host, config.listen.port)
+    folders = {m.name: ready_folder(m, config.engine) for m in config.models}
+    plan = plan_server(config, tasks, folders, lambda: server_tasks(config))
 
-        def on_ready(port: int, client: EngineClient) -> None:
-            url = config.listen.url(port)
-            took_s = time.monotonic() - start_s
-            print(f"Tailor is ready on {url} after {took_s:.1f} s.", flush=True)
-            if hello:
-                threading.Thread(
-                    target=_hello,
-                    args=(url, config, list(tasks), keys[0] if keys else None),
-                    name="hello",
-                    daemon=True,
-                ).start()
-            if config.engine.idle_prior == "auto":
-                beside.append(asyncio.create_task(make_priors(_priors(config, client), client)))
+    def on_ready(port: int, client: EngineClient) -> None:
+        url = config.listen.url(port)
+        took_s = time.monotonic() - start_s
+        print(f"Tailor is ready on {url} after {took_s:.1f} s.", flush=True)
+        if hello:
+            threading.Thread(
+                target=_hello,
+                args=(url, config, list(tasks), keys[0] if keys else None),
+                name="hello",
+                daemon=True,
+            ).start()
+        if config.engine.idle_prior == "auto":
+            beside.append(asyncio.create_task(make_priors(_priors(config, client), client)))
 
-        beside: list[asyncio.Task[None]] = []  # a loop alone holds no task; its end cancels them
-        return run_server(plan, listener, on_ready=on_ready, processes=waiting)
+    beside: list[asyncio.Task[None]] = []  # a loop alone holds no task; its end cancels them
+    return run_server(plan, listener, on_ready=on_ready, processes=waiting)
 
 
 def _priors(config: ServerConfig, client: EngineClient) -> dict[str, Path]:
@@ -234,24 +230,6 @@ def _priors(config: ServerConfig, client: EngineClient) -> dict[str, Path]:
         and model.adapter is None
         and (info := client.info(model.name)) is not None
     }
-
-
-@contextlib.contextmanager
-def _early_signals() -> Iterator[None]:
-    """Until the server takes SIGTERM and SIGHUP itself. SIGTERM ends it and what it has begun: the
-    first process of a container gets no signal that it does not catch. SIGHUP waits until then,
-    where it is not the end of a terminal: a supervisor asks for a reload. It waits in threads that
-    begin from here on, so what is imported before brings none (numpy does)."""
-    waits = set() if has_terminal() else {signal.SIGHUP}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, waits)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        yield
-    finally:
-        for number in waits:  # one that still waits is dropped
-            signal.signal(number, signal.signal(number, signal.SIG_IGN))
-        signal.signal(signal.SIGTERM, before)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]]:

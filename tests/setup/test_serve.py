@@ -30,7 +30,7 @@ from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from tests.api.live import as_key
 from tests.model.gguf_models import BLOCKS, write_llama
-from tests.processes import TAILOR, Running
+from tests.processes import TAILOR, Running, run_python
 from tests.setup.serve_here import serve_here
 from tests.waiting import wait_until
 
@@ -160,6 +160,21 @@ def test_signals_during_a_start_that_makes_its_model(tmp_path: Path, tasks: Path
     finally:
         server.kill()
         server.wait()
+
+
+def test_sigterm_ends_it_cleanly_while_it_imports() -> None:
+    """The first process of a container gets no signal that it does not catch."""
+    code = (
+        "import os, signal, sys\n"
+        "class Instead:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'cyclopts':\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Instead)\n"
+        "from server.commands.cli import main\n"
+        "main(['serve', '--model', ''])\n"
+    )
+    assert run_python("-c", code) == ""
 
 
 def test_ctrl_c_stops_it_cleanly_and_the_next_start_keeps_what_a_task_knows(
