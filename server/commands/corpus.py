@@ -66,7 +66,7 @@ def show(
     model: Annotated[str | None, Parameter(help="show n-grams as this model's text")] = None,
     top: Annotated[int, bounded("commonest n-grams (10)", gte=0)] = 10,
 ) -> int:
-    from drafters.array_file import ArrayFileError, FingerprintError
+    from drafters.array_file import ArrayFileError
     from drafters.corpus import Corpus
     from server.model.catalog import text_folder
     from vocab_store.entropy import measure
@@ -78,8 +78,8 @@ def show(
     try:
         with writing(file):
             corpus = Corpus.load(file, fingerprint=fingerprint)
-    except (FingerprintError, ArrayFileError) as error:
-        raise ConfigError(f"{file}: {error}") from None
+    except ArrayFileError as error:
+        raise ConfigError(str(error)) from None
     pairs = measure(corpus.count_grams(2)[1].tolist())
     print(f"file        {file}, {file.stat().st_size / 1e6:.1f} MB")
     print(f"tokenizer   {corpus.fingerprint[:16]}")

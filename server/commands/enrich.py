@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, TaskData, read_task_data
-from server.commands.options import DEFAULT_MODEL, Bar, OutputFile, as_options, bounded, writing
+from server.commands.options import (
+    DEFAULT_MODEL,
+    Bar,
+    OutputFile,
+    as_options,
+    bounded,
+    check_folder,
+    writing,
+)
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,12 +121,15 @@ def enrich(
         Path | None,
         Parameter(
             metavar="FOLDER",
+            validator=check_folder,
             help="write the model with these as added tokens too, for transformers and vLLM",
         ),
     ] = None,
 ) -> int:
     from server.model.catalog import model_folder
 
+    if export is not None and export.exists() and any(export.iterdir()):
+        raise ConfigError(f"{export}: is not empty")
     found = read_task_data(model, data, fields)
     with Bar() as bar:
         enrichment = mine_tokens(found, mining, bar, reads_prompts=reads_prompts)
@@ -440,15 +451,14 @@ def export_model(folder: Path, enrichment: Enrichment, table: TokenBytes, out: P
     """Write the model into `out`, with rows for the tokens as training begins with; the number of
     tokens that could not be added.
 
-    table: of the base tokenizer. Left out are tokens that are no text by themselves (half a
-    character), and those that the tokenizer knows as one. Raises ConfigError and ModelError.
+    table: of the base tokenizer. out: a new folder, or an empty one. Left out are tokens that are
+    no text by themselves (half a character), and those that the tokenizer knows as one. Raises
+    ConfigError and ModelError.
     """
     import torch
 
     from server.model.loader import build_module, open_model
 
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: is not empty")
     opened = open_model(folder)
     module: Any = build_module(opened, opened.dtype, torch.device("cpu"))
     out.mkdir(parents=True, exist_ok=True)

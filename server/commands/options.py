@@ -60,18 +60,37 @@ def _check_device(_: Any, device: str) -> None:
     check_device(device)
 
 
-def _check_output(_: Any, output: Path) -> None:
-    if not output.parent.is_dir():  # told before the work, not after it
+def check_place(file: Path) -> None:
+    """Raise ValueError where no file can be written, nor the folders that it lacks be made. Told
+    before the work, not after it."""
+    if os.path.isdir(file):
+        raise ValueError(f"{file}: is a folder")
+    there = next(folder for folder in file.absolute().parents if os.path.exists(folder))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{there}: cannot be written to")
+
+
+def _check_output(_: Any, output: Path | None) -> None:
+    if output is None:
+        return
+    if not os.path.isdir(output.parent):
         raise ValueError(f"{output.parent}: no such folder")
+    check_place(output)
+
+
+def check_folder(_: Any, folder: Path | None) -> None:
+    """Raise ValueError for a file in place of a folder that is written."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is no folder")
 
 
 Device = Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)", validator=_check_device)]
 Threads = Annotated[int | None, bounded("CPU threads", gte=1)]
 PromptField = Annotated[str, Parameter(help="where the prompt is (prompt)")]
-OutputFile = Annotated[
-    Path,
-    Parameter(name=("--output", "-o"), help="the file that is written", validator=_check_output),
-]
+OUTPUT = Parameter(
+    name=("--output", "-o"), help="the file that is written", validator=_check_output
+)
+OutputFile = Annotated[Path, OUTPUT]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -25,6 +25,7 @@ from drafters.json_text import parsed
 from server import __version__
 from server.commands.data import FieldOptions, chat_render
 from server.commands.options import (
+    OUTPUT,
     Bar,
     ModelOptions,
     SamplingOptions,
@@ -331,7 +332,8 @@ def pack(
     *,
     output: Annotated[
         Path | None,
-        Parameter(name=("--output", "-o"), metavar="FILE", help=f"the packed task (NAME{_SUFFIX})"),
+        OUTPUT,
+        Parameter(metavar="FILE", help=f"the packed task (NAME{_SUFFIX})"),
     ] = None,
     force: Annotated[bool, Parameter(help="replace a file that is there")] = False,
 ) -> int:

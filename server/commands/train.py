@@ -23,6 +23,7 @@ from server.commands.options import (
     WeightsForm,
     as_options,
     bounded,
+    check_folder,
     writing,
 )
 from server.commands.own_engine import device_problem
@@ -91,7 +92,13 @@ def train(
     *,
     data: DataFiles,
     output: Annotated[
-        Path, Parameter(name=("--output", "-o"), metavar="DIR", help="the adapter's folder")
+        Path,
+        Parameter(
+            name=("--output", "-o"),
+            metavar="DIR",
+            help="the adapter's folder",
+            validator=check_folder,
+        ),
     ],
     enrichment: Annotated[
         Path | None,
@@ -150,8 +157,9 @@ def train_adapter(
     enrichment = None
     if enrichment_file is not None:
         try:
-            enrichment = Enrichment.load(enrichment_file, tokenizer=found.text.fingerprint)
-        except (EnrichmentFileError, OSError) as error:
+            with writing(enrichment_file):
+                enrichment = Enrichment.load(enrichment_file, tokenizer=found.text.fingerprint)
+        except EnrichmentFileError as error:
             raise ConfigError(str(error)) from None
     if base.threads is not None:
         torch.set_num_threads(base.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -122,8 +123,6 @@ def test_a_command_line_of_another_server_is_told_what_to_write(
             ["--limit=0", "--concurrency=0", "--max-tokens=0", "--temperature=3", "--seed=-1"],
         ),
         ("tasks enrich --data d -o o", ["--tokens=0", "--n-max=1", "--alpha=nan", "--least=-1"]),
-        ("tasks enrich --data d", ["--output=none/o"]),
-        ("vocab profile --data d", ["--output=none/o"]),
         ("run --task t --data d -o o", ["--concurrency=0", "--retries=-1", "--max-tokens=0"]),
         ("vocab profile --data d -o o", ["--tolerance=nan", "--tolerance=2"]),
         ("complete --task t p", ["--temperature=nan", "--max-tokens=0"]),
@@ -150,6 +149,29 @@ def test_a_value_that_cannot_be_is_told_before_anything_is_done(
         assert ended.value.code == 2
         assert told.startswith("tailor: Invalid value"), option
         assert re.search(rf" for {option.partition('=')[0]}[.:] ", told), option
+
+
+@pytest.mark.parametrize(
+    ("command", "place", "says"),
+    [
+        ("vocab profile --data d", "", "{here}: is a folder"),
+        ("vocab profile --data d", "none/o", "{here}/none: no such folder"),
+        ("tasks pack t.yaml", "", "{here}: is a folder"),
+        ("tasks pack t.yaml", "none/o", "{here}/none: no such folder"),
+        ("corpus build --data d", "file/o", "{here}/file: no such folder"),
+        ("tasks train --data d", "file", "{here}/file: is no folder"),
+        ("tasks tune --data d --name n --force", "folder.yaml", "{here}/folder.yaml: is a folder"),
+        ("tasks tune --data d --name n", "file/n.yaml", "{here}/file: cannot be written to"),
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_told_before_the_work(
+    command: str, place: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "file").touch()
+    with contextlib.suppress(SystemExit):
+        assert main([*command.split(), "-o", str(tmp_path / place)]) == 1
+    assert says.format(here=tmp_path) in " ".join(capsys.readouterr().err.split())
 
 
 def test_options_of_others_that_change_nothing_are_taken(

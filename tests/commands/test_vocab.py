@@ -95,11 +95,6 @@ def test_errors_name_the_file(
     assert "train.jsonl:1: answer: is missing (there are: prompt, completion)" in told
     assert "--block needs --language" in says(*start, str(data), "--block", "Thai")
     assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
-    told = says(*start[:3], "--data", str(data), "-o", str(tmp_path))
-    assert f"tailor: {tmp_path}: Is a directory" in told
-    with pytest.raises(SystemExit):  # before any work
-        main(["vocab", *start[:3], "--data", str(data), "-o", str(tmp_path / "no" / "x")])
-    assert f"{tmp_path / 'no'}: no such folder" in " ".join(capsys.readouterr().err.split())
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
     assert not (tmp_path / "out.vocab").exists()
     (weightless / "config.json").write_text("{}")
