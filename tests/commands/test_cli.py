@@ -156,6 +156,7 @@ def test_a_value_that_cannot_be_is_told_before_anything_is_done(
     [
         ("vocab profile --data d", "", "{here}: is a folder"),
         ("vocab profile --data d", "none/o", "{here}/none: no such folder"),
+        ("tasks enrich --data d", "", "{here}: is a folder"),
         ("tasks pack t.yaml", "", "{here}: is a folder"),
         ("tasks pack t.yaml", "none/o", "{here}/none: no such folder"),
         ("corpus build --data d", "file/o", "{here}/file: no such folder"),

@@ -138,9 +138,10 @@ def test_what_cannot_be_done_is_said(
     shared = ["--model", str(folder)]
     cases = [
         (["tasks", "enrich", *shared, "--data", str(short), "-o", out], "20 are needed"),
-        (["tasks", "enrich", *shared, "--data", str(data), "-o", str(tmp_path)], "Is a directory"),
         (["tasks", "train", *shared, "--data", str(data), "-o", str(tmp_path / "a"),
           "--enrichment", str(data)], "no enrichment"),
+        (["tasks", "train", *shared, "--data", str(data), "-o", str(tmp_path / "a"),
+          "--enrichment", str(tmp_path)], f"tailor: {tmp_path}: Is a directory"),
         (["tasks", "analyze", *shared, "--data", str(tmp_path / "none")], "No such file"),
     ]  # fmt: skip
     for words, message in cases:

@@ -59,4 +59,4 @@ def test_enrich_writes_an_export(
     assert len(tokenizer.encode(" !!ok!! x ##")) < len(" !!ok!! x ##")
     data.unlink()
     assert main(command) == 1, "told before the data is read"
-    assert capsys.readouterr().err == f"tailor: {tmp_path / 'out'}: is not empty\n"
+    assert capsys.readouterr().err.endswith(f"tailor: {tmp_path / 'out'}: is not empty\n")
