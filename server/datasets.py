@@ -18,8 +18,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from drafters.json_text import parsed
 from server.errors import ConfigError, TailorError, nearest
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 Example = tuple[list[int], list[int]]
 """Ids of a prompt and of its output."""
 
-Render = Callable[[list[dict[str, Any]]], tuple[str, list[int]]]
-"""A chat as the model's template writes it, and its ids. Raises TailorError."""
+Render = Callable[[dict[str, Any]], tuple[str, list[int]]]
+"""A chat (`Turn.asked`) as the model's template writes it, and its ids. Raises TailorError."""
 
 MAX_ROW_BYTES = 64 << 20
 TABLES = (".csv", ".tsv", ".parquet")
@@ -105,10 +106,7 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
 def _csv_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     csv.field_size_limit(MAX_ROW_BYTES)
     with data.open(encoding="utf-8-sig", newline="") as file:
-        header = file.readline(MAX_ROW_BYTES)
-        file.seek(0)
-        delimiter = max(",;\t", key=header.count)
-        reader = csv.DictReader(file, strict=True, delimiter=delimiter)
+        reader = csv.DictReader(file, strict=True, delimiter=_delimiter(file))
         try:
             names = Counter(name for name in reader.fieldnames or () if name.strip())
             if twice := [name for name, num in names.items() if num > 1]:
@@ -119,7 +117,24 @@ def _csv_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise ConfigError(f"{data}:{reader.line_num}: must have {wanted} fields")
                 yield reader.line_num, dict(row)
         except csv.Error as error:
-            raise ConfigError(f"{data}:{reader.line_num}: {error}") from None
+            raise ConfigError(f"{data}:{max(1, reader.line_num)}: {error}") from None
+
+
+def _delimiter(file: TextIO) -> str:
+    """What parts the fields of a CSV: its first line into as many as the second has, else into the
+    most. A name may hold what parts those of another file."""
+
+    def num_fields(delimiter: str) -> tuple[bool, int]:
+        file.seek(0)
+        try:
+            head = [len(row) for row in islice(csv.reader(file, delimiter=delimiter), 2)]
+        except csv.Error:
+            return False, 0
+        return len(head) == 2 and head[0] == head[1] > 1, max(head[:1], default=0)
+
+    found = max(",;\t", key=num_fields)
+    file.seek(0)
+    return found
 
 
 def _parquet_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -182,8 +197,8 @@ class Fields:
 class Turn:
     """A row as a request and its expected answer.
 
-    asked: `prompt`, or `messages`, of a request's body. gold: the output, None where the row has
-    none.
+    asked: `prompt`, or `messages` and `tools`, of a request's body. gold: the output, None where
+    the row has none.
     """
 
     asked: dict[str, Any]
@@ -195,7 +210,7 @@ class Turn:
         if render is None:
             raise ConfigError(f"{where}: messages: the model has no chat template")
         try:
-            return render(self.asked["messages"])
+            return render(self.asked)
         except TailorError as error:
             raise ConfigError(f"{where}: {error.message}") from None
 
@@ -219,7 +234,10 @@ def turn_of(row: dict[str, Any], where: str, fields: Fields) -> Turn:
         raise ConfigError(f"{where}: messages: nothing is asked")
     if gold is not None and not isinstance(gold, str):
         raise ConfigError(f"{where}: {at}: must be a string")
-    return Turn({"messages": messages}, gold)
+    asked = {"messages": messages}
+    if row.get("tools"):
+        asked["tools"] = row["tools"]
+    return Turn(asked, gold)
 
 
 def answered_turn(row: dict[str, Any], where: str, fields: Fields) -> Turn:

@@ -92,19 +92,24 @@ def open_text(
 
 
 def chat_render(chat: Any) -> Render:
-    """What /v1/chat/completions makes of messages: text and ids. Members that it does not know are
-    left alone."""
+    """What /v1/chat/completions makes of messages and tools: text and ids. Members of messages that
+    it does not know are left alone."""
 
-    def render(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+    def render(asked: dict[str, Any]) -> tuple[str, list[int]]:
         from server.api.bodies import validate
         from server.api.chats import messages_of
-        from server.api.faces.chat import ChatBody, MessageBody, turns_of
-        from server.api.tools import tell_tools
+        from server.api.faces.chat import ChatBody, MessageBody, chat_of
+        from server.api.schemas import SchemaRules
+        from server.api.tools import chosen_tools, tell_tools
 
         known = MessageBody.model_fields.keys()
-        told = [{key: value for key, value in m.items() if key in known} for m in messages]
-        shown = messages_of(turns_of(validate(ChatBody, {"messages": told}).messages), chat.source)
-        rendered = chat.render(shown if chat.has_tools else tell_tools(shown, None))
+        told = [{key: m[key] for key in m if key in known} for m in asked["messages"]]
+        body = chat_of(validate(ChatBody, {**asked, "messages": told}))
+        tools = chosen_tools(body.tools, None, SchemaRules(), parallel=True).shown
+        messages = messages_of(body.turns, chat.source if tools is None else chat.tool_source)
+        if not chat.has_tools:
+            messages, tools = tell_tools(messages, tools), None
+        rendered = chat.render(messages, tools=tools)
         return rendered.text, chat.encode(rendered)
 
     return render

@@ -184,7 +184,8 @@ def _row(turn: Turn) -> dict[str, Any]:
     """As data files hold it."""
     if "messages" not in turn.asked:
         return {"completion": turn.gold, **turn.asked}
-    return {"messages": [*turn.asked["messages"], {"role": "assistant", "content": turn.gold}]}
+    answer = {"role": "assistant", "content": turn.gold}
+    return {**turn.asked, "messages": [*turn.asked["messages"], answer]}
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -582,9 +583,9 @@ class _Make:
                 for number, turn in enumerate(self._held):
                     if "prompt" in turn.asked:
                         yield Prompt(number, turn.asked["prompt"])
-                    elif render is not None:
-                        ids = served.prompt_ids(render(turn.asked["messages"])[1])
-                        yield Prompt(number, None, tuple(ids))
+                    else:
+                        _, ids = turn.rendered(self.data.name, render)
+                        yield Prompt(number, None, tuple(served.prompt_ids(ids)))
 
             answers = ask_engine(
                 engine, OwnTokenizer(served), asked(), sampling_of(drawn),

@@ -212,6 +212,9 @@ def prior(
             raise ConfigError(str(error)) from None
         with writing_to_cache():
             made.save(file, fingerprint=model_fingerprint(fingerprint))
+            for other in file.parent.glob(f"{file.name.partition('-')[0]}[.-]*"):
+                if other.stem < file.stem:  # of an older format, which nobody reads any more
+                    other.unlink(missing_ok=True)
     print(json.dumps({"file": str(file), "bytes": file.stat().st_size, "tokens": num}))
     return 0
 

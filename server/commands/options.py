@@ -214,7 +214,7 @@ class Bar:
         self._console = Console(stderr=True, highlight=False)
         self._bars = _bars(self._console)
         self._tasks: dict[str, Any] = {}
-        self._began_s: dict[str, float] = {}
+        self._began: dict[str, tuple[float, int]] = {}  # when, and what was done by then
         self._told_s = time.monotonic()
 
     def __enter__(self) -> Bar:
@@ -234,7 +234,7 @@ class Bar:
         note: str = "",
     ) -> None:
         now = time.monotonic()
-        began = self._began_s.setdefault(stage, now)
+        began_s, before = self._began.setdefault(stage, (now, done))
         if self._console.is_terminal:
             self._bars.start()
             if stage not in self._tasks:
@@ -249,8 +249,8 @@ class Bar:
             self._console.print(stage, soft_wrap=True, markup=False)
         elif total and done < total and now - self._told_s >= self.LOG_EVERY_S:
             self._told_s = now
-            if left_s is None and done:
-                left_s = (now - began) / done * (total - done)
+            if left_s is None and done > before:
+                left_s = (now - began_s) / (done - before) * (total - done)
             note += "" if left_s is None else f", about {duration(left_s)} left"
             self._console.print(f"{stage} {done} of {total}{note}", soft_wrap=True, markup=False)
 

@@ -154,6 +154,11 @@ def train_adapter(
     if (problem := device_problem(base.device)) is not None:
         raise ConfigError(f"--device {base.device}: {problem}")
     found = read_task_data(base.model, data, fields)
+    if not any(prompt for prompt, _ in found.train):
+        bar.say(
+            f"No row has a prompt ({fields.prompt_field}): outputs are learned without any; "
+            "--prompt-field says where it is."
+        )
     enrichment = None
     if enrichment_file is not None:
         try:

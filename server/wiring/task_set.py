@@ -37,7 +37,7 @@ from drafters.catalog import Need, that_use
 from drafters.json_text import object_in, parsed
 from server.api.shapes import CorpusSize
 from server.config import DEFAULT_TASK, DEFAULT_TASKS, ServerConfig, TaskConfig, load_tasks
-from server.errors import ConfigError, StorageError, TaskNotFoundError, echoed
+from server.errors import ConfigError, ModelError, StorageError, TaskNotFoundError, echoed
 
 log = logging.getLogger("tailor.tasks")
 
@@ -347,7 +347,8 @@ def build_upload(
 
     model: its folder. old: file of those that are kept. target: the task's folder of uploads.
     fingerprint: of the ids that the corpus is in. enrichment: file of the tokens that outputs are
-    written with, None for the base's alone. Raises ConfigError for examples that cannot be used.
+    written with, None for the base's alone. Raises ConfigError for examples that cannot be used,
+    and ModelError.
     """
     from drafters.array_file import ArrayFileError
     from drafters.auto.copying import Pieces
@@ -356,7 +357,13 @@ def build_upload(
     from server.datasets import ExampleReader, open_table
     from vocab_store.enrichment import Enrichment
 
-    tokenizer, table, eos_token_id = open_table(model)
+    try:
+        tokenizer, table, eos_token_id = open_table(model)
+    except OSError as error:
+        what = error.strerror or type(error).__name__
+        raise ModelError(
+            f"The corpus was not changed: the model's files cannot be read ({what})."
+        ) from None
     vocab_size = table.vocab_size
     written: Callable[[Sequence[int]], list[int]] = list
     if enrichment is not None:

@@ -389,6 +389,19 @@ def test_a_file_in_the_folder_s_place_is_the_server_s_fault(live: LiveServer, pl
     assert str(place.kept) not in error["message"], "nothing about the machine"
 
 
+@pytest.mark.server_error
+def test_a_model_that_cannot_be_read_is_no_full_disk(
+    mended: LiveServer, calm_place: Place, tmp_path: Path
+) -> None:
+    config = calm_place.model / "config.json"
+    config.rename(tmp_path / "config.json")
+    error = call(mended, "POST", "/v1/tasks/sql/corpus", 500, json={"examples": EXAMPLES})["error"]
+    (tmp_path / "config.json").rename(config)
+    assert (error["code"], error["param"]) == ("model_error", None)
+    assert "model's files cannot be read (No such file or directory)" in error["message"]
+    assert corpus_of(mended) is None
+
+
 def test_uploads_are_bounded_and_need_a_drafter_that_uses_them(
     calm: LiveServer, calm_place: Place
 ) -> None:

@@ -21,6 +21,7 @@ from server.commands.cli import (
     main,
     parse,
 )
+from server.commands.options import Bar
 from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config.yaml_file import MemorySize
 from server.errors import ConfigError
@@ -246,6 +247,19 @@ def test_a_command_that_reads_data_is_told_where_in_a_line_it_is() -> None:
     for command, there in options.items():
         if "--data" in there and command not in own_form:
             assert "--prompt-field" in there, command
+
+
+def test_what_is_left_is_reckoned_by_what_was_done_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that goes on begins with what an earlier one has done."""
+    ticks = iter([0.0, 20.0, 40.0])
+    monkeypatch.setattr("server.commands.options.time.monotonic", lambda: next(ticks))
+    with Bar() as bar:
+        bar("recording", 600, 1000)
+        bar("recording", 700, 1000)
+    first, second = capsys.readouterr().err.splitlines()
+    assert (first, second) == ("recording 600 of 1000", "recording 700 of 1000, about 60 s left")
 
 
 def test_completion_knows_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:

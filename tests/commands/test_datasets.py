@@ -49,6 +49,7 @@ def read(file: Path, **settings: Any) -> list[tuple[list[int], list[int]]]:
         ("A.CSV", 'prompt,completion\n"a, b",c\nd,e\n'),
         ("a.csv", "\ufeffprompt;completion\na, b;c\nd;e\n"),
         ("a.tsv", "prompt\tcompletion\na, b\tc\nd\te\n"),
+        ("a.csv", '"note, of whom, or why";prompt;completion\n"x, y\n";a, b;c\n;d;e\n'),
     ],
 )
 def test_each_kind_of_file_gives_the_same_examples(name: str, content: str, tmp_path: Path) -> None:
@@ -80,8 +81,8 @@ def test_prompts_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path
 
 
 def test_a_chat_is_read_as_the_model_s_template_writes_it(tmp_path: Path) -> None:
-    def render(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
-        text = "".join(f"[{m['content']}]" for m in messages)
+    def render(asked: dict[str, Any]) -> tuple[str, list[int]]:
+        text = "".join(f"[{m['content']}]" for m in asked["messages"])
         return text, [7, *ids(text)]
 
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
@@ -99,6 +100,8 @@ def test_a_chat_is_read_as_the_model_s_template_writes_it(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="no chat template"):
         read(file)
     assert turn_of({"messages": chat}, "x", Fields()).gold == "yes"
+    asked = turn_of({"messages": chat, "tools": [1], "n": 2}, "x", Fields()).asked
+    assert asked == {"messages": chat[:1], "tools": [1]}
 
 
 @pytest.mark.parametrize("tools", ["", "{{ tools }}"])
@@ -113,8 +116,18 @@ def test_a_chat_is_rendered_as_the_server_does_it(tools: str) -> None:
         {**none, "role": "tool", "content": "3", "tool_call_id": "1"},
     ]
     render = chat_render(ChatTemplate(source + tools, TOKENIZER))
-    text, found = render(messages)
+    text, found = render({"messages": messages})
     assert found == ids(text)
+    function = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
+    offered = [{"type": "function", "function": function}]
+    told, found = render({"messages": messages, "tools": offered})
+    assert found == ids(told)
+    if tools:
+        assert told == text.replace("None", str(offered))
+    else:
+        assert told.startswith("[system:x\n\n") and json.dumps(offered[0]) in told
+    with pytest.raises(RequestError, match=r"tools\[0\].function.name is required"):
+        render({"messages": messages, "tools": [{"type": "function", "function": {}}]})
     if tools:
         shown = {**call, "function": {"name": "f", "arguments": {"a": 2}}}
         assert text == f"[system:x][assistant:[{shown}]][tool:3]None"
@@ -123,7 +136,7 @@ def test_a_chat_is_rendered_as_the_server_does_it(tools: str) -> None:
         told = f"[assistant:<tool_call>\n{asked}\n</tool_call>]"
         assert text == f"[system:x]{told}[user:<tool_response>\n3\n</tool_response>]"
     with pytest.raises(RequestError, match=r"messages\[2\].tool_call_id"):
-        render([*messages[:2], {"role": "tool", "content": "3"}])
+        render({"messages": [*messages[:2], {"role": "tool", "content": "3"}]})
 
 
 def test_no_output_holds_a_control_token(tmp_path: Path) -> None:
@@ -176,6 +189,7 @@ def test_a_row_may_lack_a_prompt_but_not_one_that_was_named(tmp_path: Path) -> N
         ("prompt,completion\na,b,c\n", "2: must have 2 fields"),
         ("prompt,completion,prompt,,\na,b,c,,\n", "1: prompt: is there twice"),
         ('prompt,completion\na,"b\n', "1: unexpected end"),
+        ('"a" b,c\na,b\n', "1: ',' expected after"),
         (b"prompt,completion\n\xff,b\n", "not UTF-8"),
         ("utterance,label\na,b\n", r"2: completion: is missing \(there are: utterance, label\)"),
     ],

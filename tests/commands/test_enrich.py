@@ -129,6 +129,17 @@ def test_what_was_trained_outlives_a_disk_without_room_for_the_adapter(
     assert not (adapter / "checkpoint.pt").exists()
 
 
+def test_training_without_prompts_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"question": f"q {i}", "completion": "yes"} for i in range(20)]
+    data = str(write_lines(tmp_path / "d.jsonl", lines))
+    words = ["tasks", "train", "--model", str(folder), "--data", data, "--epochs", "0.1"]
+    for options, is_told in (((), True), (("--prompt-field", "question"), False)):
+        assert main([*words, *options, "-o", str(tmp_path / f"a{is_told}")]) == 0
+        assert ("No row has a prompt (prompt)" in capsys.readouterr().err) == is_told
+
+
 def test_what_cannot_be_done_is_said(
     folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

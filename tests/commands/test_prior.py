@@ -109,6 +109,15 @@ def test_text_that_is_given(
     command = ["models", "prior", str(shallow), "--threads", "1", "--steps", "4"]
     assert main([*command, "--text", str(file)]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] > 0
+    (made,) = (own_cache / "priors").iterdir()
+    digest = made.name.partition("-")[0]
+    older, others = (f"{digest}.prior", f"{digest}-1.prior"), (f"{digest}-3.prior", "0.prior")
+    for name in (*older, *others):
+        (own_cache / "priors" / name).touch()
+    assert main([*command, "--text", str(file)]) == 0
+    kept = {one.name for one in (own_cache / "priors").iterdir()}
+    assert kept == {made.name, *others}, "of older formats nothing stays"
+    capsys.readouterr()
     file.write_text("a")
     assert main([*command, "--text", str(file)]) == 1
     assert "too short" in capsys.readouterr().err
