@@ -161,13 +161,18 @@ def _from_server(
         for line, turn in turns.items()
     )
     texts: dict[int, str | None] = dict.fromkeys(turns)
+    num_refused = 0  # of which the first is told
     with (
         Caller(call.endpoint(), num_open=source.concurrency, timeout_s=call.timeout) as caller,
         Bar() as bar,
     ):
         caller.check_task(source.task)
         for done, (line, answer) in enumerate(caller.answers(asked), 1):
-            if not isinstance(answer, RefusedError):
+            if isinstance(answer, RefusedError):
+                if not num_refused:
+                    bar.say(f"line {line} is refused: {answer}")
+                num_refused += 1
+            else:
                 with suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):
                     texts[line] = _text_of(answer.json()["choices"][0])
             bar("answering", done, len(turns))
@@ -195,7 +200,7 @@ def _tell(
     missing = f", {num_missing} without an answer count 0" if num_missing else ""
     print(f"{len(outputs)} rows{missing}\n")
     for name, one in sorted(estimates.items(), key=lambda item: item[0] != chosen):
-        mark = "  <- the task's" if name == chosen else ""
+        mark = "  <- what counts" if name == chosen else ""
         print(f"{name:8} {one.mean:6.1%}   95 %: {one.low:.1%} to {one.high:.1%}{mark}")
     worst = sorted(zip(scores, outputs, strict=True), key=lambda one: one[0])
     for score, line in worst[:num_shown]:

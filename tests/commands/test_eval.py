@@ -128,6 +128,17 @@ def test_a_running_server_and_the_task_s_own_metric(
     assert (chosen["metric"], chosen["rows"], chosen["score"]) == ("rouge_l", 1, 0.0)
 
 
+def test_why_the_server_refuses_rows_is_told_once(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = 400, {}, {"error": {"message": "the context is full"}}
+    with answering(lambda *_: refused) as (url, _):
+        assert main(["eval", "--data", str(data), "--task", "towns", "--url", url]) == 0
+    told = capsys.readouterr()
+    assert "10 rows, 10 without an answer count 0" in told.out
+    assert told.err.count("is refused: the context is full") == 1
+
+
 def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "test.csv"
     table.write_text('question,answer\n"Where, then?",Rome\nAnd now?,Paris\n')
