@@ -323,6 +323,7 @@ _SUFFIX = ".tailor-task"
 _MANIFEST = "manifest.json"
 _FORMAT = 1
 _MAX_BYTES = 8 << 30
+_MAX_MANIFEST = 1 << 20
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -375,10 +376,14 @@ def unpack(
     ] = DEFAULT_TASKS,
     force: Annotated[bool, Parameter(help="replace files that are there")] = False,
 ) -> int:
+    with writing(file):
+        source = file.open("rb")
     try:
-        with writing(file), zipfile.ZipFile(file) as archive:
+        with source, zipfile.ZipFile(source) as archive:
             manifest, contents = _read(file, archive)
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, NotImplementedError):
+    except TailorError:
+        raise
+    except Exception:  # zipfile, zlib, and whatever a manifest of others makes fail
         raise ConfigError(f"{file}: is no packed task, or a damaged one") from None
     for name in contents:
         refuse_to_replace(tasks / name, force)
@@ -409,19 +414,23 @@ def _files_of(task: Path) -> tuple[str, list[Path]]:
 
 def _read(file: Path, archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest, and the content of each file that it names, checked. Raises ConfigError."""
-    manifest = parsed(archive.read(_MANIFEST))
+    with archive.open(_MANIFEST) as member:
+        manifest = parsed(member.read(_MAX_MANIFEST))
     if manifest["format"] != _FORMAT:
         raise ConfigError(f"{file}: is of a newer Tailor (format {manifest['format']})")
     if manifest["yaml"] not in manifest["files"]:
         raise ValueError("no task in it")
-    if sum(int(facts["bytes"]) for facts in manifest["files"].values()) > _MAX_BYTES:
+    sizes = {name: int(facts["bytes"]) for name, facts in manifest["files"].items()}
+    if min(sizes.values()) < 0:
+        raise ValueError("no size of a file")
+    if sum(sizes.values()) > _MAX_BYTES:
         raise ConfigError(f"{file}: holds more than {_MAX_BYTES} bytes")
     contents = {}
     for name, facts in manifest["files"].items():
         if name != Path(name).name or name.startswith("."):
             raise ConfigError(f"{file}: {name[:100]!r} is no name of a file in it")
         with archive.open(name) as member:
-            data = member.read(int(facts["bytes"]) + 1)
+            data = member.read(sizes[name] + 1)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ConfigError(f"{file}: {name} is damaged: its sha256 is another one")
         contents[name] = data

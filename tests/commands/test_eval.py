@@ -131,12 +131,16 @@ def test_a_running_server_and_the_task_s_own_metric(
 def test_why_the_server_refuses_rows_is_told_once(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = 400, {}, {"error": {"message": "the context is full"}}
+    refused: tuple[int, dict[str, str], Any] = (
+        400,
+        {},
+        {"error": {"message": "too long"}},
+    )
     with answering(lambda *_: refused) as (url, _):
         assert main(["eval", "--data", str(data), "--task", "towns", "--url", url]) == 0
     told = capsys.readouterr()
     assert "10 rows, 10 without an answer count 0" in told.out
-    assert told.err.count("is refused: the context is full") == 1
+    assert told.err.count("is refused: too long") == 1
 
 
 def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from pathlib import Path
 
@@ -93,5 +94,13 @@ def test_damage_and_foreign_paths_are_refused(
     packed.write_bytes(whole)
     _changed(packed, "x", b"", format=9)
     assert "is of a newer Tailor" in says()
+    for files in ([1], {"slots.yaml": {"bytes": -9, "sha256": ""}}, {"slots.yaml": {"bytes": 1e9}}):
+        packed.write_bytes(whole)
+        _changed(packed, "x", b"", files=files)
+        assert "is no packed task, or a damaged one" in says()
+    for at in range(0, len(whole), 7):  # a byte is another one: nothing but these is told
+        packed.write_bytes(whole[:at] + bytes([whole[at] ^ 0x5A]) + whole[at + 1 :])
+        if main(["tasks", "unpack", str(packed), "--tasks", str(tmp_path / f"{at}")]):
+            assert re.search("damaged|is no name of a file|newer Tailor", capsys.readouterr().err)
     packed.write_bytes(b"PK nothing")
     assert "is no packed task, or a damaged one" in says()
