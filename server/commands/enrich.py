@@ -16,11 +16,11 @@ from cyclopts import Parameter
 from server.commands.data import DataFiles, FieldOptions, TaskData, read_task_data
 from server.commands.options import (
     DEFAULT_MODEL,
+    FOLDER,
     Bar,
     OutputFile,
     as_options,
     bounded,
-    check_folder,
     writing,
 )
 from server.errors import ConfigError
@@ -119,9 +119,9 @@ def enrich(
     ] = False,
     export: Annotated[
         Path | None,
+        FOLDER,
         Parameter(
             metavar="FOLDER",
-            validator=check_folder,
             help="write the model with these as added tokens too, for transformers and vLLM",
         ),
     ] = None,

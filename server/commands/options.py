@@ -78,8 +78,7 @@ def _check_output(_: Any, output: Path | None) -> None:
     check_place(output)
 
 
-def check_folder(_: Any, folder: Path | None) -> None:
-    """Raise ValueError for a file in place of a folder that is written."""
+def _check_folder(_: Any, folder: Path | None) -> None:
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is no folder")
 
@@ -91,6 +90,8 @@ OUTPUT = Parameter(
     name=("--output", "-o"), help="the file that is written", validator=_check_output
 )
 OutputFile = Annotated[Path, OUTPUT]
+FOLDER = Parameter(metavar="DIR", validator=_check_folder)
+"""Of a folder that is written."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -17,13 +17,13 @@ from drafters.target import native
 from server.commands.data import DataFiles, FieldOptions, read_task_data
 from server.commands.options import (
     DEFAULT_MODEL,
+    FOLDER,
     Bar,
     Device,
     Threads,
     WeightsForm,
     as_options,
     bounded,
-    check_folder,
     writing,
 )
 from server.commands.own_engine import device_problem
@@ -92,13 +92,7 @@ def train(
     *,
     data: DataFiles,
     output: Annotated[
-        Path,
-        Parameter(
-            name=("--output", "-o"),
-            metavar="DIR",
-            help="the adapter's folder",
-            validator=check_folder,
-        ),
+        Path, FOLDER, Parameter(name=("--output", "-o"), help="the adapter's folder")
     ],
     enrichment: Annotated[
         Path | None,

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import (
-    Bar,
-    IdOptions,
-    OutputFile,
-    as_options,
-    bounded,
-    check_folder,
-    writing,
-)
+from server.commands.options import FOLDER, Bar, IdOptions, OutputFile, as_options, bounded, writing
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,10 +54,7 @@ def profile(
     ] = None,
     filters: FilterOptions = _FILTERS,
     export_edge_llm: Annotated[
-        Path | None,
-        Parameter(
-            metavar="DIR", validator=check_folder, help="also write vocab_map.safetensors here"
-        ),
+        Path | None, FOLDER, Parameter(help="also write vocab_map.safetensors here")
     ] = None,
 ) -> int:
     from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_of
