@@ -24,8 +24,6 @@ from drafters import library
 from drafters.target import NATIVE, TARGETS, Target, chosen
 from server.machine import cores
 
-__all__ = ["PACKAGES", "Job", "is_ready", "make", "make_ready"]
-
 PACKAGES = (
     "drafters", "drafters.auto", "drafters.published", "server.engine", "server.model.cpu.kernels",
     "server.model.cpu.kernels.integers",
