@@ -351,7 +351,6 @@ class StepTensors:
     int32 [R, taps], of key_slots, in models that have short convolutions."""
 
     positions: torch.Tensor
-    seq_ids: torch.Tensor
     slots: torch.Tensor
     prefix_len: torch.Tensor
     block_tables: torch.Tensor

@@ -317,7 +317,6 @@ class BodyRun:
         arrays: dict[str, Array] = {
             "token_ids": batch.token_ids,
             "positions": batch.positions,
-            "seq_ids": batch.seq_ids,
             "slots": batch.slots.astype(np.int64),
             "prefix_len": batch.prefix_len,
             "block_tables": batch.block_tables,

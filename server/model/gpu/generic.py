@@ -45,6 +45,7 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     # A config may name fewer KV heads than its model computes; the cache reads these.
     sizes = heads_asked_for(module, StepHolder(module), ids, found)
     model.config.num_key_value_heads, model.config.head_dim = sizes[1:]
+    model.config.pad_token_id = None  # GPT-2 asks the device whether a text ends with it
     if nets:
         place_attention(model.base_model)
     if found.factor != 1.0:  # the last states times what their logits are scaled by

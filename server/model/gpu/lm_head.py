@@ -164,10 +164,8 @@ class TorchSlices:
     # -- head rows --------------------------------------------------------------------------
 
     def load_table(self, table: int, token_ids: Int32) -> None:
-        """Copy the rows of ascending ids into a matrix of their own.
-
-        Raises ValueError for a number that is taken, MemoryError when the device has no room.
-        """
+        """Copy the rows of ascending ids into a matrix of their own. Raises ValueError for a number
+        that is taken."""
         if table in self._tables:
             raise ValueError(f"table {table} is loaded already")
         rows = self._rows_for(token_ids.shape[0])
@@ -182,10 +180,7 @@ class TorchSlices:
         self._views.pop(table, None)
 
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
-        """Copy head rows into places of the pool, which doubles when it is too small.
-
-        Raises MemoryError when the device has no room.
-        """
+        """Copy head rows into places of the pool, which doubles when it is too small."""
         if not places.shape[0]:
             return
         old, most = self._pool, int(places.max()) + 1
@@ -199,11 +194,8 @@ class TorchSlices:
 
     def _rows_for(self, num: int) -> _Rows:
         size, weight = _round_up(num), self._head.weight
-        try:
-            rows = torch.zeros((size, weight.shape[1]), dtype=weight.dtype, device=self._device)
-            bias = None if self._head.bias is None else torch.zeros(size, device=self._device)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(f"no room for {size} rows of the LM head: {error}") from error
+        rows = torch.zeros((size, weight.shape[1]), dtype=weight.dtype, device=self._device)
+        bias = None if self._head.bias is None else torch.zeros(size, device=self._device)
         return _Rows(rows, bias)
 
     def _copy(self, rows: _Rows, token_ids: Int32, places: Array) -> None:

@@ -152,8 +152,6 @@ class TorchRunner:
                 self._start(step)
         except Exception as error:
             step.error = error
-            if isinstance(error, torch.OutOfMemoryError):  # the engine knows no torch
-                step.error = MemoryError(str(error))
         self._in_flight = step
 
     def wait(self) -> Drawn:
@@ -197,7 +195,7 @@ class TorchRunner:
             self._slices.drop_table(table)
 
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
-        """See SlicingRunner; raises as TorchSlices.load_rows does."""
+        """See SlicingRunner."""
         with self._queued():
             self._slices.load_rows(token_ids, places)
 
@@ -345,7 +343,7 @@ class TorchRunner:
     @contextlib.contextmanager
     def _queued(self, *, in_flight: bool = False) -> Iterator[None]:
         """What is computed inside is queued on the runner's stream. in_flight: behind a step, too.
-        Raises RuntimeError after close."""
+        Raises RuntimeError after close, MemoryError where the device has no room."""
         self._check_open() if in_flight else self._check_idle()
         on_stream = (
             contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -353,9 +351,11 @@ class TorchRunner:
         with torch.inference_mode(), on_stream:
             try:
                 yield
-            except Exception:
+            except Exception as error:
                 if self._stream is not None:  # its upload may be under way
                     self._stream.synchronize()
+                if isinstance(error, torch.OutOfMemoryError):  # the engine knows no torch
+                    raise MemoryError(str(error)) from error
                 raise
 
     def _start(self, step: Step) -> None:

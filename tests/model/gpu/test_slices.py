@@ -250,6 +250,28 @@ def test_rows_are_replaced_while_sequences_run() -> None:
     runner.close()
 
 
+def test_where_the_device_has_no_room_it_is_told_in_the_engine_s_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For what is copied or computed, too, not for tables and pool alone; then nothing is there."""
+    runner = make(families.build("llama"))
+
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("the device is full")
+
+    ids, step = np.arange(5, dtype=np.int32), batch_of(1, 0, [-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_select", full)
+        for ask in (
+            lambda: runner.load_table(0, ids), lambda: runner.load_rows(ids, ids),
+            lambda: runner.verify(step, ids[:0]), lambda: run(runner, step),
+        ):  # fmt: skip
+            with pytest.raises(MemoryError, match="full"):
+                ask()
+    runner.load_table(0, ids)
+    runner.close()
+
+
 def test_rows_are_copied_beside_the_step_and_what_reads_them_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
