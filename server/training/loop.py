@@ -29,6 +29,7 @@ from server.training.examples import TrainExample, collate, microbatches, segmen
 from server.training.lora import Tuned
 
 CHECKPOINT = "checkpoint.pt"
+_NOT_FINITE = "the loss is not finite; try a lower learning rate"
 _HELD_SHARE = 0.03  # of all examples that are trained on, validated on each time, ...
 _LEAST_HELD = 32
 _MOST_OF_TIME = 0.01  # ... in this share of the time limit, ...
@@ -265,7 +266,8 @@ class _Run:
             total += float(loss.detach())
             num_targets += batch.targets.numel()
         if not math.isfinite(total):
-            raise ConfigError("the loss is not finite; try a lower learning rate")
+            raise ConfigError(_NOT_FINITE)
+        num_targets = max(1.0, num_targets)  # an empty output without a prompt has none
         trained = [parameter for _, parameter in tuned.trained()]
         torch._foreach_div_([p.grad for p in trained if p.grad is not None], num_targets)
         torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
@@ -284,7 +286,9 @@ class _Run:
         return nats
 
     def take_best(self) -> None:
-        """Go back to what was kept."""
+        """Go back to what was kept. Raises ConfigError where no validation gave a number."""
+        if not self._best:
+            raise ConfigError(_NOT_FINITE)
         self._put(self._best)
 
     def _put(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -87,7 +87,7 @@ def _seen(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
 def _kept(x: torch.Tensor, dropout: float) -> tuple[torch.Tensor, float]:
     """(bool of x's shape, what the rest is multiplied by: 1 / (1 - dropout)). Four draws of 16 bits
     come from one of torch's, whose own Bernoulli draws take a tenth of a step."""
-    share = round(dropout * 65536)
+    share = int(dropout * 65536)
     draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64, device=x.device)
     draws.random_(-(2**63), 2**63 - 1)
     kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= share - 32768
@@ -174,7 +174,7 @@ class OwnHead(nn.Module):
             _Loss.apply(  # type: ignore[no-untyped-call]
                 states[at : at + most], rows, targets[at : at + most], spelled[at : at + most], self
             )
-            for at in range(0, states.shape[0], most)
+            for at in range(0, max(1, states.shape[0]), most)
         ]
         return torch.stack(parts).sum()
 

@@ -15,7 +15,7 @@ from server.training import loop
 from server.training.examples import TrainExample
 from server.training.loop import TrainOptions, TrainProgress, evaluate_loss, train
 from server.training.lora import Tuned
-from tests.training.tiny import V, examples, next_id, tuned
+from tests.training.tiny import EOS, V, examples, next_id, tuned
 
 OPTIONS = TrainOptions(
     epochs=2, batch_size=4, max_tokens=64, learning_rate=2e-2, rows_learning_rate=2e-2,
@@ -137,6 +137,22 @@ def test_the_last_step_is_kept_where_the_held_back_loss_has_hardly_risen(
     assert (result.kept_step, result.nats_after) == (kept, last if kept == 12 else 1.0)
     stays = [torch.equal(p, q) for (_, p), q in zip(given.trained(), half, strict=True)]
     assert all(stays) if kept == 7 else not any(stays)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])  # the last validation meets it, or a step
+def test_a_loss_that_is_no_number_is_told(epochs: int, tmp_path: Path) -> None:
+    options = replace(
+        OPTIONS, epochs=epochs, batch_size=16, learning_rate=1e30, rows_learning_rate=1e30,
+        warm_up=0.0,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="the loss is not finite"):
+        train(tuned(), examples(), examples(3), options, tmp_path, report=lambda _: None)
+
+
+def test_an_empty_output_without_a_prompt_teaches_nothing(tmp_path: Path) -> None:
+    given, untrained = tuned(), dict(tuned().trained())
+    train(given, [TrainExample((), (EOS,))], [], OPTIONS, tmp_path, report=lambda _: None)
+    assert all(torch.equal(p, untrained[name]) for name, p in given.trained())
 
 
 def forward_passes(given: Tuned) -> Callable[[], float]:

@@ -132,6 +132,7 @@ def test_dropout_drops_its_share_and_lifts_the_rest() -> None:
         torch.testing.assert_close(rest, torch.full_like(rest, 1 / (1 - share)), rtol=1e-4, atol=0)
         assert float((seen == 0).float().mean()) == pytest.approx(share, abs=5 / 64064**0.5 / 2)
         assert len({tuple(row) for row in seen.tolist()}) > 990  # no two rows lose the same
+    assert dropped(torch.ones(9, 4), 1 - 1e-9, 3).isfinite().all()
 
 
 def test_a_linear_layer_s_gradients_are_those_of_its_formula() -> None:
