@@ -43,10 +43,12 @@ import heapq
 import json
 import math
 import os
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -365,15 +367,13 @@ class _Outputs:
         self._texts[place] = replaced + text[done:]
 
 
-def _collision_score(outputs: _Outputs, last: int, strings: Callable[[int], bytes]) -> float:
-    """PCS: the share of E's tokens that begin with the last constituent's string and go on."""
-    string = strings(last)
-    colliding = 0
-    for symbol, times in outputs.unigrams.items():
-        if times > 0 and symbol != last:
-            other = strings(symbol)
-            if len(other) > len(string) and other.startswith(string):
-                colliding += times
+def _collision_score(outputs: _Outputs, string: bytes, strings: list[tuple[bytes, int]]) -> float:
+    """PCS: the share of E's tokens that begin with the last constituent's string and go on.
+    strings: of every symbol, ascending, so that those stand behind the string itself."""
+    colliding, at = 0, bisect_right(strings, string, key=itemgetter(0))
+    while at < len(strings) and strings[at][0].startswith(string):
+        colliding += outputs.unigrams[strings[at][1]]
+        at += 1
     return colliding / max(1, outputs.num_tokens)
 
 
@@ -465,24 +465,21 @@ def _mine(
     num_before = state.num_tokens
     parts: list[Gram] = []
     symbol_of: dict[Gram, int] = {}
-    strings: dict[int, bytes] = {}
 
     def expanded(symbol: int) -> Gram:
         return (symbol,) if symbol < base_vocab_size else parts[symbol - base_vocab_size]
 
     def string(symbol: int) -> bytes:
-        known = strings.get(symbol)
-        if known is None:
-            known = strings[symbol] = b"".join(piece(i) for i in expanded(symbol))
-        return known
+        return b"".join(map(piece, expanded(symbol)))
 
+    strings = sorted((string(symbol), symbol) for symbol in state.unigrams)
     num_rejected = 0
     tried: set[Gram] = set()
     while len(parts) < settings.budget and (gram := state.pop()) is not None:
         if gram in tried:
             continue
         tried.add(gram)
-        if _collision_score(state, gram[-1], string) >= settings.alpha:
+        if _collision_score(state, string(gram[-1]), strings) >= settings.alpha:
             num_rejected += 1
             continue
         flat = tuple(i for symbol in gram for i in expanded(symbol))
@@ -492,6 +489,7 @@ def _mine(
         if symbol is None:  # the same base ids, merged in another order, are one token
             symbol = symbol_of[flat] = base_vocab_size + len(parts)
             parts.append(flat)
+            insort(strings, (string(symbol), symbol))
         state.merge(gram, symbol)
         if progress is not None:
             progress(len(parts), settings.budget)

@@ -240,10 +240,8 @@ def measure_coverage(
 
 def fill_order(examples: Sequence[Example], static: VocabSlice, max_fill: int) -> Int32:
     """Ids outside T by occurrences in the corpus, inputs and outputs, then by id; int32 [f]."""
-    counts = np.zeros(static.vocab_size, np.int64)
-    for example in examples:
-        counts += np.bincount(example.input_ids, minlength=static.vocab_size)
-        counts += np.bincount(example.output_ids, minlength=static.vocab_size)
+    written = np.concatenate([ids for example in examples for ids in example])
+    counts = np.bincount(written, minlength=static.vocab_size)
     counts[static.ids] = -1
     order = np.lexsort((np.arange(static.vocab_size), -counts))
     return order[: min(max_fill, static.vocab_size - static.num_ids)].astype(np.int32)
@@ -412,10 +410,7 @@ def build_profile(
         raise VocabStoreError("a profile needs at least one document")
     examples, judged = _examples(documents), _examples(heldout)
     num = required.vocab_size
-    every = document_frequencies(examples, num, input_aware=False, progress=progress)
-    df = every
-    if settings.input_aware:
-        df = document_frequencies(examples, num, progress=progress)
+    df = document_frequencies(examples, num, input_aware=settings.input_aware, progress=progress)
     ids = np.flatnonzero(df)
     num_input_aware = len(ids)
     tables = ("fonttools", "langcodes") if settings.languages else ()  # of languages' blocks
@@ -433,7 +428,7 @@ def build_profile(
     worst = () if coverage is None else coverage.missed[:_NUM_WORST]
     report = ProfileReport(
         len(examples),
-        int(np.count_nonzero(every)),
+        len(np.unique(np.concatenate([example.output_ids for example in examples]))),
         num_input_aware,
         num_language,
         len(ids),

@@ -39,8 +39,8 @@ def of_kernel(net: Any, mixed: torch.Tensor, _: DeltaItems, memory: DeltaMemory)
 
 @pytest.mark.parametrize("name", [*families.FAMILIES, *ON_CUDA])
 def test_a_step_asks_the_device_for_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks would make `launch` wait, and end the capture of a graph. Of every model prompts and
-    a tree; of one also every part of the sampler, slices and kept rows."""
+    """What asks would make `launch` wait, and end the capture of a graph. Of every model prompts
+    and a tree; of one also every part of the sampler, slices and kept rows."""
     module = module_of(name)
     if name in families.FAMILIES:
         finish_module(module)
