@@ -5,8 +5,8 @@ Every kernel reads its work from device memory that the runner fills with one co
 grid known on the host and syncs nothing, so a step can be captured in a CUDA graph.
 All sums are float32 in an order that depends on the row alone, never on its neighbours in the
 batch: keys are walked in blocks aligned to absolute positions, splits begin at multiples of
-split_size, masked keys add exactly 0, and partial results are combined over a fixed number of
-splits. There are no atomics.
+split_size, masked keys add exactly 0, and a row's partial results are combined in their order.
+There are no atomics.
 
 Split keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023); online
 softmax: Milakov and Gimelshein (arXiv 1805.02867).
@@ -40,6 +40,7 @@ from server.model.states import DeltaNet
 
 # Said aloud because Triton is changing its default.
 FUSE = {"enable_fp_fusion": True}
+SPLITS_AT_ONCE = 32  # whose partial results registers hold: all 512 of 131,072 keys are spilled
 _FIELDS = tl.constexpr(TILE_FIELDS)
 _WORD = tl.constexpr(WORD)
 _SPAN_FIELDS = tl.constexpr(SPAN_FIELDS)
@@ -219,39 +220,47 @@ def _combine_splits(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Program (split row, head): one row's partials into its output. A row < 0 is padding."""
+    """Program (split row, head): one row's partials into its output, BLOCK_S splits at a time.
+    A row < 0 is padding."""
     part_row = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(split_rows + part_row)
     if row < 0:
         return
     prefix = tl.load(prefix_len + row)
-    s = tl.arange(0, MAX_SPLITS)
-    written = s * SPLIT_SIZE < prefix
-    if HAS_WINDOW:
-        position = tl.load(positions + row)
-        written = written & ((s + 1) * SPLIT_SIZE > position - window + 1)
-    # Split 0 always writes: it carries the tree.
-    written = (written | (s == 0)) & (s < num_splits)
-    part = (part_row.to(tl.int64) * NUM_HEADS + head) * num_splits + s
-    highest = tl.load(part_max + part, mask=written, other=float("-inf"))
-    total = tl.load(part_sum + part, mask=written, other=0.0)
-    top = tl.max(highest, axis=0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp(highest - base)
+    position = tl.load(positions + row)
+    first_part = (part_row.to(tl.int64) * NUM_HEADS + head) * num_splits
     d = tl.arange(0, BLOCK_D)
     in_dim = d < HEAD_DIM
-    acc = tl.load(
-        part_out + part[:, None] * HEAD_DIM + d[None, :],
-        mask=written[:, None] & in_dim[None, :],
-        other=0.0,
-    )
-    total_all = tl.sum(total * weight, axis=0)
-    result = tl.sum(acc * weight[:, None], axis=0) / tl.where(total_all == 0.0, 1.0, total_all)
+    highest = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, tl.maximum(1, tl.cdiv(prefix, SPLIT_SIZE)), BLOCK_S):
+        s = first + tl.arange(0, BLOCK_S)
+        written = s * SPLIT_SIZE < prefix
+        if HAS_WINDOW:
+            written = written & ((s + 1) * SPLIT_SIZE > position - window + 1)
+        written = written | (s == 0)  # it carries the tree
+        part = first_part + s
+        most = tl.load(part_max + part, mask=written, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(most, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(most - base)
+        shrink = tl.exp(highest - base)
+        sums = tl.load(part_sum + part, mask=written, other=0.0)
+        total = total * shrink + tl.sum(sums * weight, axis=0)
+        values = tl.load(
+            part_out + part[:, None] * HEAD_DIM + d[None, :],
+            mask=written[:, None] & in_dim[None, :],
+            other=0.0,
+        )
+        acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
+        highest = higher
+    result = acc / tl.where(total == 0.0, 1.0, total)
     at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + d
     tl.store(out + at, result.to(out.dtype.element_ty), mask=in_dim)
 
@@ -376,7 +385,7 @@ class TritonAttention:
                 call.window,
                 self.num_splits,
                 NUM_HEADS=num_heads,
-                MAX_SPLITS=self.shape.max_splits,
+                BLOCK_S=min(self.shape.max_splits, SPLITS_AT_ONCE),
                 **common,
             )
         return out

@@ -64,8 +64,12 @@ def test_the_kernels_attend_to_exactly_a_row_s_keys(
 
 
 @interpreted
-def test_the_kernels_give_a_row_the_same_bits_whatever_its_neighbours() -> None:
-    """Window edges included: blocks, splits and their order depend on the row alone."""
+def test_the_kernels_give_a_row_the_same_bits_whatever_its_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Window edges included: blocks, splits and their order depend on the row alone. More splits
+    than are combined at once."""
+    monkeypatch.setattr("server.model.gpu.triton_kernels.SPLITS_AT_ONCE", 1)
     p = cases.problem(cases.batch_of("few"), cases.SHAPES["capped"], torch.float32, CPU)
     assert_near(cases.check_rows_alone(p, split_size=cases.FEW_KEYS), p)
 
