@@ -25,11 +25,10 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 
 @dataclass(frozen=True, slots=True)
 class Concentration:
-    """num: tokens (or n-grams) counted. num_distinct: different ones. h1, h2: nats. k80: see the
-    module. normalised_h1: h1 / ln(vocab_size), 0 where no vocabulary size was given."""
+    """num: tokens (or n-grams) counted. h1, h2: nats. k80: see the module. normalised_h1: h1 /
+    ln(vocab_size), 0 where no vocabulary size was given."""
 
     num: int
-    num_distinct: int
     h1: float
     h2: float
     normalised_h1: float
@@ -76,7 +75,7 @@ def measure(counts: Iterable[int], *, vocab_size: int = 0) -> Concentration:
     times = sorted(counts, reverse=True)
     total = sum(times)
     if total == 0:
-        return Concentration(0, 0, 0.0, 0.0, 0.0, 0)
+        return Concentration(0, 0.0, 0.0, 0.0, 0)
     h1 = -math.fsum(t / total * math.log(t / total) for t in times)
     h2 = -math.log(math.fsum((t / total) ** 2 for t in times))
     covered = k80 = 0
@@ -85,7 +84,7 @@ def measure(counts: Iterable[int], *, vocab_size: int = 0) -> Concentration:
         if covered >= 0.8 * total:
             break
     normalised = h1 / math.log(vocab_size) if vocab_size > 1 else 0.0
-    return Concentration(total, len(times), h1, h2, normalised, k80)
+    return Concentration(total, h1, h2, normalised, k80)
 
 
 def words(text: str) -> list[str]:

@@ -48,6 +48,7 @@ Progress = Callable[[str, int, int | None], None]
 """(stage, done, total or None), called now and then."""
 
 _NUM_WORST = 10  # missed ids that a report names
+_MAX_FILL = 32_768  # the longest fill order that is kept
 TICK = 256
 """Documents between two calls of a Progress."""
 
@@ -86,14 +87,12 @@ class ProfileSettings:
     blocks_of_languages.
     tolerance: tau, the share of documents (0..1) that may lose a token; None = no tolerance filter
     (0.0 drops nothing either, as every counted df is at least 1).
-    max_fill: longest fill order kept.
     """
 
     input_aware: bool = True
     languages: tuple[str, ...] = ()
     extra_blocks: tuple[str, ...] = ()
     tolerance: float | None = 0.01
-    max_fill: int = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +237,13 @@ def measure_coverage(
     )
 
 
-def fill_order(examples: Sequence[Example], static: VocabSlice, max_fill: int) -> Int32:
+def fill_order(examples: Sequence[Example], static: VocabSlice) -> Int32:
     """Ids outside T by occurrences in the corpus, inputs and outputs, then by id; int32 [f]."""
     written = np.concatenate([ids for example in examples for ids in example])
     counts = np.bincount(written, minlength=static.vocab_size)
     counts[static.ids] = -1
     order = np.lexsort((np.arange(static.vocab_size), -counts))
-    return order[: min(max_fill, static.vocab_size - static.num_ids)].astype(np.int32)
+    return order[: min(_MAX_FILL, static.vocab_size - static.num_ids)].astype(np.int32)
 
 
 def fill_gains(fill_ids: Int32, coverage: Coverage) -> Float32:
@@ -423,7 +422,7 @@ def build_profile(
     static = VocabSlice.make(np.union1d(ids, required.ids), required)
 
     coverage = measure_coverage(static, judged) if judged else None
-    fill = fill_order(examples, static, settings.max_fill)
+    fill = fill_order(examples, static)
     gains = fill_gains(fill, coverage) if coverage else np.zeros(fill.shape[0], np.float32)
     worst = () if coverage is None else coverage.missed[:_NUM_WORST]
     report = ProfileReport(

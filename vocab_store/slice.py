@@ -200,14 +200,6 @@ class VocabSlice:
         at = int(np.searchsorted(self.ids, token_id))
         return at < self.num_ids and int(self.ids[at]) == token_id
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, VocabSlice):
-            return NotImplemented
-        return self.vocab_size == other.vocab_size and np.array_equal(self.ids, other.ids)
-
-    def __hash__(self) -> int:
-        return hash((self.vocab_size, self.ids.tobytes()))
-
 
 MAP_NAME = "vocab_map.safetensors"
 INFO_NAME = "reduced_vocab.json"

@@ -173,7 +173,8 @@ def test_a_profile_file_is_read_back_whole(made: VocabProfile, tmp_path: Path) -
     made.save(path)  # replaces
     assert [p.name for p in tmp_path.iterdir()] == ["task.vocab"], "no temporary file is left"
     back = VocabProfile.load(path, fingerprint=b"letters", required=REQUIRED)
-    assert back.slice == made.slice and back.version == made.version
+    assert back.slice.ids.tolist() == made.slice.ids.tolist() and back.version == made.version
+    assert back.slice.vocab_size == V
     np.testing.assert_array_equal(back.fill_ids, made.fill_ids)
     np.testing.assert_array_equal(back.fill_gains, made.fill_gains)
     assert report_of(back.manifest) == report_of(made.manifest)
@@ -248,15 +249,3 @@ def test_a_text_whose_ids_are_kept_keeps_its_ids(text: str, byte_level: bool) ->
     closed = close_under_merges(spec, np.asarray([*required.ids.tolist(), *ids], np.int32))
     cut_text, old_ids = prune_tokenizer(spec, VocabSlice.make(closed, required))
     assert old_ids[Tokenizer.from_str(cut_text).encode(text).ids].tolist() == ids
-
-
-def test_reserved_placeholders_are_not_required() -> None:
-    class Gemma(Letters):
-        special_ids = np.asarray([0, 2, 3], np.int64)
-
-        def bytes_of(self, token_id: int) -> bytes:
-            names = {0: b"<eos>", 2: b"<unused7>", 3: b"<start_of_turn>"}
-            return names.get(token_id, b"xx")
-
-    assert RequiredIds.from_tokens(Gemma(), [0]).ids.tolist() == [0, 3]
-    assert 2 in RequiredIds.from_tokens(Gemma(), [2]).ids

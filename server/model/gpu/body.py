@@ -306,7 +306,6 @@ class BodyRun:
         self.adapters: LoraBank | None = None
         if of_family is not None:
             self.adapters = LoraBank(module, of_family, dtype, device, product)
-        self._attention = attention
         self._max_seqs = info.max_num_seqs
         self._max_blocks = -(-info.max_model_len // info.block_size)
         self._num_graph = self._num_plain = 0
@@ -339,7 +338,7 @@ class BodyRun:
         spans = lora_spans(batch)
         if spans.shape[0]:
             arrays["adapters"] = spans
-        if self._attention == "torch":
+        if self._partials is None:
             return BodyPlan(arrays, None, None)
         arrays["ancestors"] = paged.ancestor_bits(batch)
         tiles = paged.plan_tiles(batch, self.shape)
@@ -361,9 +360,8 @@ class BodyRun:
         if batch.block_tables.shape[0] > self._max_seqs:
             return None
         num_splits = split_level(plan.num_splits, self.shape.max_splits)
-        longest = int(batch.prefix_len.max())
         num_rows = row_bucket(batch.num_rows, self.graphs.largest)
-        if num_rows is None or longest > num_splits * self.shape.split_size:
+        if num_rows is None:
             return None
         if num_splits > 1 and num_rows * num_splits > self.shape.max_partials:
             return None

@@ -100,8 +100,6 @@ def page_locked(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A table [rows, width] in CPU memory that a device reads. For CUDA a page-locked copy, whose
     room torch rounds up to a power of two; else the table itself (a view of the mapped file stays
     one, shared by all processes of the host). Raises MemoryError when it cannot be locked."""
-    if table.device.type != "cpu" or table.dim() != 2:
-        raise ValueError("a table of the host is a matrix in CPU memory")
     if device.type != "cuda":
         return table.contiguous()
     try:
