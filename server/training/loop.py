@@ -63,12 +63,11 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainProgress:
-    """step of num_steps, nats an output id of the last step, seconds so far and those that are
-    left; validation: nats an answer on held-out examples, at the steps that measured it."""
+    """step of num_steps, seconds so far and those that are left; validation: nats an answer on
+    held-out examples, at the steps that measured it."""
 
     step: int
     num_steps: int
-    loss: float
     elapsed_s: float
     left_s: float
     validation: float | None = None
@@ -183,7 +182,7 @@ def train(
         if left <= 0:
             break
         done = max(state.step / run.num_steps, (at - began) / (at - began + left))
-        loss = run.step(done)
+        run.step(done)
         took = clock() - at
         longest, stepping = max(longest, took), stepping + took
         validation = None
@@ -195,9 +194,9 @@ def train(
         # Steps tell, not `done`: that has the clock's share, also of what ran before a stop.
         each = stepping / (state.step - first)
         left = min((run.num_steps - state.step) * each, limit - state.elapsed_s)
-        report(TrainProgress(
-            state.step, run.num_steps, loss, state.elapsed_s, max(0.0, left), validation
-        ))  # fmt: skip
+        report(
+            TrainProgress(state.step, run.num_steps, state.elapsed_s, max(0.0, left), validation)
+        )
         if clock() - saved > options.save_every_s:
             run.save()
             saved = clock()
@@ -238,11 +237,9 @@ class _Run:
         self._best: dict[str, torch.Tensor] = {}
         self.state = self._load()
 
-    def step(self, done: float) -> float:
-        """One update; mean nats an output id. done: share of the run. Raises ConfigError for nan.
-
-        Its examples are a function of the seed and the step.
-        """
+    def step(self, done: float) -> None:
+        """One update. done: share of the run. Its examples are a function of the seed and the step.
+        Raises ConfigError for nan."""
         options, tuned, state = self._options, self._tuned, self.state
         epoch, at = divmod(state.step, self._per_epoch)
         order = list(range(len(self._examples)))
@@ -274,7 +271,6 @@ class _Run:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        return total / num_targets
 
     def validate(self, held_out: Sequence[TrainExample], *, is_last: bool = False) -> float:
         """Nats an answer; what is trained is kept where they are the fewest so far, or hardly more

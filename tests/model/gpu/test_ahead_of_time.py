@@ -44,7 +44,8 @@ def _attention(
     constants: dict[str, int | bool] = {
         "NUM_KV_HEADS": 2, "GROUP_SIZE": 3, "NUM_HEADS": 6, "HEAD_DIM": head_dim,
         "BLOCK_D": triton_kernels.block_d_of(head_dim), "BLOCK_SIZE": 16, "SPLIT_SIZE": 256,
-        "BLOCK_S": triton_kernels.SPLITS_AT_ONCE, "HAS_WINDOW": True, "HAS_CAP": True, "SPLIT": splits,
+        "BLOCK_S": triton_kernels.SPLITS_AT_ONCE, "HAS_WINDOW": True, "HAS_CAP": True,
+        "SPLIT": splits,
     }  # fmt: skip
     options = {"num_warps": 4}
     if kernel == "_attend_tiles":

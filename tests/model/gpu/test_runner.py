@@ -23,7 +23,7 @@ from server.model.kv_memory import num_blocks_for
 from server.types import DeviceFigures, SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
-from tests.model.families import tokens
+from tests.model.families import tokens, truth
 from tests.model.torch_runners import body_of, head_of, runner_over
 
 V = families.VOCAB_SIZE
@@ -43,14 +43,6 @@ def runner() -> Iterator[TorchRunner]:
     made = make()
     yield made
     made.close()
-
-
-def raw_logits(token_ids: list[int]) -> npt.NDArray[np.float32]:
-    """transformers' logits at the last position, float32 [V]."""
-    module = families.build("llama")
-    with torch.no_grad():
-        result: npt.NDArray[np.float32] = module(torch.tensor([token_ids])).logits[0, -1].numpy()
-    return result
 
 
 def test_nan_logits_are_reported_by_the_draw() -> None:
@@ -119,7 +111,7 @@ def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
     made.launch(builder.build())
     with pytest.raises(RuntimeError, match="in flight"):
         made.warm_up()
-    assert made.wait().token_ids.tolist() == [int(np.argmax(raw_logits(ids)))]
+    assert made.wait().token_ids.tolist() == [int(truth(families.build("llama"), ids)[-1].argmax())]
     made.close()
 
 
