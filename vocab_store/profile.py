@@ -338,11 +338,10 @@ class VocabProfile:
         another tokenizer; MissingIdsError when required ids are absent; OSError.
         """
         data = np.asarray(np.memmap(path, np.uint8, "r") if os.path.getsize(path) else [], np.uint8)
-        if data.shape[0] < _PREFIX.size:
+        head = data[: _PREFIX.size].tobytes()
+        if len(head) < _PREFIX.size or not head.startswith(_MAGIC):
             raise ProfileFileError(f"{path}: not a vocabulary profile")
-        magic, version, length = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
-        if magic != _MAGIC:
-            raise ProfileFileError(f"{path}: not a vocabulary profile")
+        _, version, length = _PREFIX.unpack(head)
         if version != VERSION:
             raise ProfileFileError(f"{path}: version {version}, this program reads {VERSION}")
         try:

@@ -15,6 +15,7 @@ from loadtest.quality import close_under_merges, prune_tokenizer, static_pruning
 from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tests.profiles import examples
+from tests.vocab_store.test_slice import Texts
 from vocab_store.errors import MissingIdsError, ProfileFileError
 from vocab_store.profile import (
     Example,
@@ -48,15 +49,10 @@ documents = st.lists(
 )
 
 
-class Letters:
-    """Id i is the i-th letter from U+03B1 on for i >= 20 (Greek), else from "a"."""
-
-    fingerprint = b"letters"
-    special_ids = np.asarray([0], np.int64)
-    vocab_size = V
-
-    def bytes_of(self, token_id: int) -> bytes:
-        return chr(token_id - 20 + 0x3B1 if token_id >= 20 else token_id + ord("a")).encode()
+LETTERS = Texts(
+    [chr(i - 20 + 0x3B1 if i >= 20 else i + ord("a")).encode() for i in range(V)], [0], b"letters"
+)
+"""Id i is the i-th letter from U+03B1 on for i >= 20 (Greek), else from "a"."""
 
 
 @settings(max_examples=examples(300))
@@ -96,7 +92,7 @@ def test_tolerance_drops_the_longest_prefix_within_tau_m(
 @given(documents)
 def test_at_tolerance_zero_nothing_of_the_corpus_is_missed(examples: list[Example]) -> None:
     made = build_profile(
-        examples, Letters(), REQUIRED, ProfileSettings(tolerance=0.0), heldout=examples
+        examples, LETTERS, REQUIRED, ProfileSettings(tolerance=0.0), heldout=examples
     )
     assert made.miss_rate in (0.0, None)
     assert measure_coverage(made.slice, examples).num_missed == 0
@@ -108,7 +104,7 @@ def test_at_tolerance_zero_nothing_of_the_corpus_is_missed(examples: list[Exampl
 def test_the_fill_order_is_outside_t_and_its_gains_are_the_held_out_misses(
     examples: list[Example], heldout: list[Example]
 ) -> None:
-    made = build_profile(examples, Letters(), REQUIRED, ProfileSettings(), heldout=heldout)
+    made = build_profile(examples, LETTERS, REQUIRED, ProfileSettings(), heldout=heldout)
     assert not set(made.fill_ids.tolist()) & set(made.slice.ids.tolist())
     assert made.filled(V).num_ids == V, "the whole order fills the vocabulary"
     total = sum(len(e.output_ids) for e in heldout)
@@ -138,7 +134,7 @@ def test_each_filter_is_switchable_and_reported(
 ) -> None:
     documents = [([2, 3], [2, 4, 21]), ([2], [4, 5]), ([9], [4, 5, 3]), ([9], [4])]
     given = [example(*one) for one in documents]
-    made = build_profile(given, Letters(), REQUIRED, chosen, head_row_bytes=10)
+    made = build_profile(given, LETTERS, REQUIRED, chosen, head_row_bytes=10)
     told = report_of(made.manifest)
     found = told.num_unfiltered, told.num_input_aware, told.num_language, told.num_tolerance
     assert found == left
@@ -163,7 +159,7 @@ def test_coverage_counts_tokens_documents_and_dynamic_rows() -> None:
 def made(tmp_path: Path) -> VocabProfile:
     examples = [example([2, 3], [4, 5]), example([2], [4, 25])]
     return build_profile(
-        examples, Letters(), REQUIRED, ProfileSettings(), heldout=[example([3], [8, 4])]
+        examples, LETTERS, REQUIRED, ProfileSettings(), heldout=[example([3], [8, 4])]
     )
 
 

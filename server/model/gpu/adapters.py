@@ -149,7 +149,7 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
         None if part is None else TokenRows(part.ids, part.rows.to(dtype))
         for part in token_rows(lora, shape, num_rows)
     ]
-    num_bytes = _column_values(shape) * columns * dtype.itemsize
+    num_bytes = sum(map(sum, linear_sizes(shape).values())) * columns * dtype.itemsize
     num_bytes += sum(part.rows.nbytes for part in own if part is not None)
     return GpuAdapter(parts, columns, num_ids_with(lora, num_ids), num_bytes, *own)
 
@@ -158,11 +158,6 @@ def _columns(lora: LoraAdapter) -> int:
     """GpuAdapter.columns of an adapter: its largest rank, rounded up."""
     ranks = [lora.rank(name) for name in lora.names()]
     return power_of_two(max(_LEAST_RANK, *ranks)) if ranks else _LEAST_RANK
-
-
-def _column_values(shape: ModelShape) -> int:
-    """Numbers of A and of B that one column has at a place, in all layers."""
-    return sum(outputs + inputs for outputs, inputs in linear_sizes(shape).values())
 
 
 def lora_spans(batch: Batch) -> Int32:

@@ -295,8 +295,7 @@ class BodyRun:
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
         self.embedding = embedding
         of_family, nets = _shape(module), delta_nets(module)
-        convolves = of_family is not None and any(of_family.convolutions)
-        self._taps = of_family.conv_taps if of_family is not None and convolves else 0
+        self._taps = 0 if of_family is None else of_family.conv_taps
         self.states: DeltaStates | None = None
         if nets:
             self.states = DeltaStates(nets, info.max_num_seqs, info.block_size, rule, device)
