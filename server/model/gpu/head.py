@@ -7,11 +7,11 @@ launched step of TorchRunner, and how its results come back to the host.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any, Literal
 
 import numpy as np
@@ -175,11 +175,12 @@ class HeadRun:
             of_parts[prefix][name] = tensor
         for i, slab in enumerate(slabs):
             states, view = rows_of(hidden, slab.rows, of_parts[str(i)]), slab.view
-            with self._timed(step):
-                if view is None or view.ids is None:
-                    logits = head.logits(states)
-                else:
-                    logits = self.slices.logits(states, view)
+            began = mark(on_gpu=self.on_gpu)
+            if view is None or view.ids is None:
+                logits = head.logits(states)
+            else:
+                logits = self.slices.logits(states, view)
+            step.products.append((began, mark(on_gpu=self.on_gpu)))
             for j, part in enumerate(slab.parts):
                 own, seen = of_parts[f"{i}.{j}"], logits[part.first : part.last]
                 if view is not None:
@@ -193,20 +194,6 @@ class HeadRun:
                         states[part.first : part.last], seen, held, own["own_places"], head.cap
                     )
                 self._finish(step, part, seen, view, own)
-
-    @contextlib.contextmanager
-    def _timed(self, step: Step) -> Iterator[None]:
-        """Around a product of the head."""
-        if self.on_gpu:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            yield
-            end.record()
-            step.products.append((begin, end))
-        else:
-            began = time.perf_counter()
-            yield
-            step.products.append((began, time.perf_counter()))
 
     def _finish(
         self,
@@ -332,27 +319,18 @@ class Segment:
 class Step:
     """A launched step until `wait` returns it.
 
-    batch: as it is computed. products: begin and end of each product of the head, as events on a
-    GPU, else in seconds.
+    batch: as it is computed. begin, done: marks. products: those around each product of the head.
     """
 
     batch: Batch
-    begin_s: float
+    begin: Any = 0.0
+    done: Any = 0.0
     products: list[tuple[Any, Any]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    begin: torch.cuda.Event | None = None
-    done: torch.cuda.Event | None = None
-    model_s: float = 0.0
     error: Exception | None = None
 
-    def mark_begin(self, *, on_gpu: bool) -> None:
-        """The device begins with it now."""
-        if on_gpu:
-            self.begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self.begin.record()
-
     def mark_end(self, *, on_gpu: bool) -> None:
-        """Queue the way back of the results, and the event behind it."""
+        """Queue the way back of the results, and the mark behind it."""
         for segment in self.segments:
             # A copy without CUDA too: the next step overwrites what its graph gives.
             segment.tensors = tuple(
@@ -361,20 +339,12 @@ class Step:
                 )
                 for t in segment.tensors
             )
-        if on_gpu:
-            self.done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self.done.record()
-        else:
-            self.model_s = time.perf_counter() - self.begin_s
+        self.done = mark(on_gpu=on_gpu)
 
     def finish(self) -> Drawn:
         """Its results, once they are there. Raises DrawError when a draw has no answer."""
-        if self.done is not None and self.begin is not None:
+        if not isinstance(self.done, float):
             self.done.synchronize()
-            self.model_s = self.begin.elapsed_time(self.done) / 1e3
-            head_s = sum(a.elapsed_time(b) for a, b in self.products) / 1e3
-        else:
-            head_s = sum(b - a for a, b in self.products)
         batch, told = self.batch, Answers(self.batch)
         for segment in self.segments:
             index, parts = segment.index, [tensor.numpy() for tensor in segment.tensors]
@@ -401,7 +371,21 @@ class Step:
             is_nan = told.token_ids[d] == NAN_LOGITS
             told.failed.append((d, "the model produced NaN logits" if is_nan else NO_TOKEN_LEFT))
         np.maximum(told.token_ids, -1, out=told.token_ids)
-        return told.drawn(self.model_s, head_s)
+        return told.drawn(_between(self.begin, self.done), sum(starmap(_between, self.products)))
+
+
+def mark(*, on_gpu: bool) -> Any:
+    """Now: on a GPU an event behind what is queued, else seconds."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds between two marks; the device has come to both."""
+    return float(end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3)
 
 
 def _tell_top(index: Array, parts: Sequence[Array], nums: Sequence[int], top: list[Top]) -> None:

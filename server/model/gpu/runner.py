@@ -22,7 +22,6 @@ run `python loadtest/gpu_check.py` on one before trusting it.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from server.model.gpu import adapters
 from server.model.gpu import attention as paged
 from server.model.gpu.body import MAX_GRAPH_ROWS, BodyRun, narrow_layers
 from server.model.gpu.device import Trials, device_figures
-from server.model.gpu.head import HeadRun, Step, slab_arrays
+from server.model.gpu.head import HeadRun, Step, mark, slab_arrays
 from server.model.gpu.lm_head import LmHead, TorchSlices
 from server.model.gpu.transfers import Array, Upload, page_locked
 from server.types import DeviceFigures, ModelInfo, NarrowForm
@@ -146,7 +145,7 @@ class TorchRunner:
         Raises RuntimeError when a step is in flight already, or after close.
         """
         self._check_idle()
-        step = Step(batch, time.perf_counter())
+        step = Step(batch)
         try:
             with self._queued():
                 self._start(step)
@@ -203,11 +202,11 @@ class TorchRunner:
         """See SlicingRunner. The full head is multiplied where it lies, or streamed to the device:
         whole sequences share a pass over it. Waits for the answer."""
         self._check_idle()
-        step = Step(batch, time.perf_counter())
+        step = Step(batch)
         if kept.shape[0] and int(kept.max()) >= self._kept.shape[0]:
             raise ValueError("a hidden state that was never kept")
         with self._queued():
-            step.mark_begin(on_gpu=self._on_gpu)
+            step.begin = mark(on_gpu=self._on_gpu)
             slabs = self._head_run.full(batch, np.arange(batch.num_draws))
             arrays = slab_arrays(slabs)
             tensors = self._upload({"kept": kept} | arrays)
@@ -363,7 +362,7 @@ class TorchRunner:
         num_ids, held = self.info.vocab_size, batch.seq_adapters is not None
         own_ids = self._adapting().num_ids(batch, num_ids) if held else num_ids
         check_batch(batch, self.info, self._cache.num_slots, own_ids)
-        step.mark_begin(on_gpu=self._on_gpu)
+        step.begin = mark(on_gpu=self._on_gpu)
         slabs = self._head_run.plan(batch)
         plan = self._body.plan(batch)
         arrays: dict[str, Array] = {}
