@@ -217,18 +217,19 @@ class AdapterShelf:
                 self._place(adapter, packed)
 
     def _place(self, adapter: Adapter, packed: Future[PackedAdapter]) -> None:
-        error = packed.exception()
-        if error is not None or adapter.problem:
-            self._fail(adapter, error or ValueError(adapter.problem))
-            return
-        weights = packed.result()
-        if weights.vocab_size != adapter.order.vocab_size:
-            self._fail(adapter, ValueError("its files have changed since it was loaded"))
-            return
         assert self._runner is not None
-        adapter.place = self._free.pop()
+        try:
+            weights = packed.result()
+            if adapter.problem or weights.vocab_size != adapter.order.vocab_size:
+                raise ValueError(adapter.problem or "its files have changed since it was loaded")
+            adapter.place = self._free.pop()
+            self._runner.hold_adapter(adapter.place, weights)
+        except Exception as error:
+            if adapter.place >= 0:  # the device has no room for it, say
+                self._drop(adapter)
+            self._fail(adapter, error)
+            return
         adapter.num_bytes = weights.num_bytes
-        self._runner.hold_adapter(adapter.place, weights)
         self._count(adapter, num_loads=1, num_bytes=adapter.num_bytes)
         self._let_go(adapter)
 

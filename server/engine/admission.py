@@ -105,16 +105,14 @@ class Admission:
     def _bad_adapter(self, request: Request) -> Refusal | None:
         if not request.adapter:
             return None
-        refusal = self._adapters.refusal(request.adapter)
-        if refusal is not None:
-            return refusal
+        return self._adapters.refusal(request.adapter) or self._bad_head(request)
+
+    def _bad_head(self, request: Request) -> Refusal | None:
         vocabulary = self._adapters.vocabulary(request.adapter)
-        if request.vocabulary.mode != "full" and vocabulary is not None and vocabulary.own_head:
-            return (
-                "vocabulary slices are of the base's LM head, and this adapter has rows of its own",
-                "unsupported_parameter",
-            )
-        return None
+        if request.vocabulary.mode == "full" or vocabulary is None or not vocabulary.own_head:
+            return None
+        text = "vocabulary slices are of the base's LM head, and this adapter has rows of its own"
+        return text, "unsupported_parameter"
 
     def _vocab_size(self, request: Request) -> int:
         adapter = self._adapters.known.get(request.adapter)
@@ -260,8 +258,8 @@ class Admission:
                 for sequence in (leader, *leader.siblings):
                     sequence.match_stops(vocabulary.stop_table)
             grammars = vocabulary.grammars or grammars
-            late = self._bad_adapter(leader.request)  # it was not read when the request came
-            if late is not None and late[1] == "unsupported_parameter":
+            late = self._bad_head(leader.request)  # it was not read when the request came
+            if late is not None:
                 return late
         if leader.request.grammar is not None:
             assert grammars is not None

@@ -186,8 +186,8 @@ class Reservoir:
         outputs.num_seen = self.outputs.num_seen
         self.outputs = outputs
 
-    def save(self, path: Path) -> None:
-        """Write it; of too many files of the folder the oldest go."""
+    def save(self, path: Path) -> bool:
+        """Write it; of too many files of the folder the oldest go. Whether that was possible."""
         key = self.wanted.key
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -195,8 +195,10 @@ class Reservoir:
             files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
             for old in files[: max(0, len(files) - MAX_FILES)]:
                 old.unlink(missing_ok=True)
+            return True
         except OSError as error:
             _log.warning("task %s: what it learned could not be written: %s", key[0], error)
+            return False
 
 
 def _outputs(wanted: Wanted) -> LearnedOutputs:
@@ -567,11 +569,10 @@ class TaskStore:
         self._fresh.append(key)
 
     def _save_reservoir(self, key: Key, reservoir: Reservoir) -> None:
-        reservoir.num_unsaved = 0
         reservoir.saved_at_s = time.monotonic()
         path = self._learned_file(key)
-        if path is not None:
-            reservoir.save(path)
+        if path is None or reservoir.save(path):
+            reservoir.num_unsaved = 0
 
     def _drop_task(self, task: str) -> None:
         if self._exchange is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,7 +25,7 @@ from server.metrics import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.fixtures import served_by
 from tests.api.live import LiveServer, as_bytes, encode, keyed, post_bytes
-from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
+from tests.fakes.scripted_engine import ScriptedEngine, ScriptedHandle, saying, steps_of, together
 from tests.waiting import wait_until
 
 IDS = encode(" over the lazy dog")
@@ -315,6 +316,26 @@ async def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
 
 
 # --- stopping ---
+
+
+async def test_an_engine_that_is_being_started_ends_with_the_client() -> None:
+    engine, begins, goes_on = ScriptedEngine(saying(IDS)), threading.Event(), threading.Event()
+    handles: list[ScriptedHandle] = []
+
+    def slow() -> ScriptedHandle:
+        begins.set()
+        goes_on.wait(10)
+        handles.append(engine.factory())
+        return handles[0]
+
+    client = EngineClient([EngineSpec("slow", "tiny", "cpu", slow)], metrics=Metrics())
+    await client.start()
+    await asyncio.to_thread(begins.wait)
+    stopping = asyncio.create_task(client.stop())
+    await asyncio.sleep(0)
+    goes_on.set()
+    await stopping
+    assert not handles[0].is_alive()
 
 
 def test_a_drain_finishes_what_is_open_and_takes_nothing_new() -> None:

@@ -282,6 +282,26 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
     engine.close()
 
 
+def test_an_adapter_that_the_device_has_no_room_for_fails_its_requests_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, runner, own = small(2, 2)
+    engine.adapters.register(own.order("a0@"), load=False)
+
+    def hold(place: int, adapter: Any) -> None:
+        raise MemoryError("no room on the device")
+
+    with monkeypatch.context() as full:
+        full.setattr(runner, "hold_adapter", hold)
+        results = answers(engine, ask("bad", "a0@"), ask("good", "", max_tokens=40))
+    assert results["bad", 0].error_code == "engine_error"
+    assert results["good", 0].finish_reason == "length"
+    engine.adapters.register(own.order("a1@"))  # no place is lost
+    assert answers(engine, ask("bad", "a0@"))["bad", 0].finish_reason == "length"
+    assert runner.num_adapters == 2
+    engine.close()
+
+
 def test_its_ids_and_its_head_are_its_own() -> None:
     engine, _, own = small(1, 1)
     engine.adapters.register(own.order("a0@"))
@@ -316,9 +336,10 @@ def test_grammars_that_wait_to_be_compiled_end_with_the_engine() -> None:
     assert [future.cancelled() for future in waiting] == [True, True]
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(is_read: bool) -> None:
+@pytest.mark.parametrize("when", ["read", "unread", "forgotten"])
+def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(when: str) -> None:
     """Also where that is known only once the adapter is read, after the request came."""
+    is_read = when == "read"
     profile = VocabProfile(
         VocabSlice.make([1, 2, 3], RequiredIds.of(16, eos_ids=(1,))),
         np.empty(0, np.int32), np.empty(0, np.float32),
@@ -338,9 +359,12 @@ def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(is_read: bool) -
         settle(engine)
     engine.submit(replace(ask("r", "a0@"), vocabulary=VocabularyParams("slice", "p")))
     assert engine.is_preparing is not is_read
+    if when == "forgotten":
+        engine.adapters.forget("a0@")
     gate.set()
     result = run_requests(engine)["r", 0]
     assert (result.error_code, result.ids) == ("unsupported_parameter", [])
+    engine.adapters.register(own.order("a0@"))
     assert answers(engine, ask("full", "a0@"))["full", 0].finish_reason == "length"
     engine.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -247,6 +248,23 @@ def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, st
     third = start(tmp_path)
     told_third = finish(third, *_wave("t", 40))
     assert _tokens_per_step(told_third) == pytest.approx(cold, rel=0.2)
+
+
+def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(tmp_path, save_every_s=0.0)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(LearnedOutputs, "save", fails)
+        finish(engine, *_wave("", 3))
+        _memory(engine).wait()
+        assert not _kept(tmp_path)
+    engine.close()
+    assert len(_kept(tmp_path)) == 3
 
 
 def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start) -> None:

@@ -555,14 +555,15 @@ class EngineClient:
     async def _launch(self, slot: EngineSlot, delay_s: float) -> None:
         slot.retry_at_s = time.monotonic() + delay_s
         await asyncio.sleep(delay_s)
+        starting = asyncio.ensure_future(asyncio.to_thread(slot.spec.factory))
         try:
-            handle = await asyncio.to_thread(slot.spec.factory)
+            handle = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # `stop`: what has begun comes all the same
+            await self._reap(slot, await starting)
+            return
         except Exception as error:
             log.error("engine %s could not be started: %s", slot.spec.name, error)
             self._died(slot)
-            return
-        if self._stopping:
-            await self._reap(slot, handle)
             return
         slot.attach(handle, asyncio.get_running_loop())
 
