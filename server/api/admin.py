@@ -237,7 +237,7 @@ class AdapterRoutes:
         again meanwhile does not have it from its start, so it is told now.
 
         Raises InvalidRequestError with what is wrong with the adapter, LoadingError and
-        NoEngineError; then no engine has it.
+        NoEngineError; then no engine has it, unless it is served already.
         """
         told: dict[str, int] = {}
         try:
@@ -247,7 +247,9 @@ class AdapterRoutes:
                         await self._tell_engine(served, name)
                 told = engines
         except TailorError:
-            await self._forget(served)
+            now = self._context.catalog.adapters.get(served.key)
+            if now is None or (now.name, now.adapter_id) != (served.name, served.adapter_id):
+                await self._forget(served)
             raise
 
     async def _tell_engine(self, served: ServedModel, engine: str) -> None:

@@ -146,15 +146,12 @@ class AdapterShelf:
         """
         if self._runner is None:
             raise ValueError("this engine computes no adapters")
-        known = self.known.get(order.adapter_id)
-        if known is not None and not known.problem:
-            known.forgotten = False
-            return
-        adapter = known or Adapter(order)
-        adapter.problem, adapter.forgotten = "", False
-        self.known[order.adapter_id] = adapter
-        adapter.reading = self._submit(self.read, order)
-        if (load or order.pinned) and self._make_room():
+        adapter = self.known.setdefault(order.adapter_id, Adapter(order))
+        is_new = bool(adapter.problem) or (adapter.vocabulary is None and adapter.reading is None)
+        adapter.order, adapter.problem, adapter.forgotten = order, "", False
+        if is_new:
+            adapter.reading = self._submit(self.read, order)
+        if ((load and is_new) or order.pinned) and not adapter.takes_room and self._make_room():
             self._load(adapter)
 
     def forget(self, adapter_id: str) -> None:

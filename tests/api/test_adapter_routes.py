@@ -143,6 +143,16 @@ def test_while_an_engine_is_away_nothing_is_loaded_and_no_engine_knows_it(call: 
     assert not engines.known["e1"] and not admin.served
 
 
+def test_what_is_served_stays_where_it_cannot_be_loaded_again() -> None:
+    engines = Engines()
+    made, admin = routes(engines)
+    asyncio.run(made.load(BODY))
+    engines.slots[1].state = "restarting"
+    with pytest.raises(LoadingError):
+        asyncio.run(made.load(BODY.model_copy(update={"load_inplace": True})))
+    assert engines.known["e0"] == {"new@1"} and set(admin.served) == {"new"}
+
+
 def test_what_one_engine_refuses_no_engine_keeps() -> None:
     engines = Engines(problem="its rank is odd")
     made, admin = routes(engines)

@@ -184,6 +184,20 @@ def test_the_adapter_that_was_used_longest_ago_leaves_memory() -> None:
     engine.close()
 
 
+def test_one_that_is_known_is_pinned_and_read_elsewhere_once_it_is_registered_so() -> None:
+    engine, runner, own = small(2, 1)
+    for name in own.models:
+        engine.adapters.register(own.order(name), load=False)
+    settle(engine)
+    assert runner.num_adapters == 0
+    runner.models["moved"] = runner.models.pop("a0@")
+    engine.adapters.register(AdapterOrder("a0@", "moved", 17, pinned=True))
+    settle(engine)
+    assert runner.num_adapters == 1
+    assert answers(engine, ask("r", "a1@"))["r", 0].error_code == "adapters_full"
+    engine.close()
+
+
 def runner_bytes(engine: Engine) -> int:
     """Of the adapter that was used last."""
     states = engine.adapters.controls["adapter_states"](None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 import uuid
@@ -345,6 +346,33 @@ def test_a_storage_that_is_away_is_told_once_and_costs_nothing(
     second = fleet.add()
     second.want()
     assert second.num_learned == 60, "one came twice"
+
+
+def test_what_cannot_be_packed_is_kept_and_holds_no_other_scope_up(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fleet.add()
+
+    def full(*_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("server.fleet.learning.exchange.encoded", full)
+        first.learn()
+    tend_scope = first.exchange._tend_scope
+
+    def fails(scope: Any, *when: Any) -> None:
+        if scope.wanted.key[1].startswith("odd"):
+            raise ValueError("odd")
+        tend_scope(scope, *when)
+
+    monkeypatch.setattr(first.exchange, "_tend_scope", fails)
+    for tenant in ("odd", ""):
+        first.learn([1, 5, 6], tenant=tenant)
+    assert fleet.build().num_published == 1
+    second = fleet.add()
+    second.want()
+    assert second.num_learned == 24
 
 
 class LostBuilder(Exception):

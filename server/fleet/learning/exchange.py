@@ -200,7 +200,7 @@ class SegmentExchange:
         for scope in scopes:
             try:
                 self._tend_scope(scope, now_s, is_last)
-            except StorageError as error:
+            except (StorageError, OSError) as error:
                 self._again_s = now_s + self._config.look_s
                 if not self._is_away:
                     self._is_away = True
@@ -209,7 +209,7 @@ class SegmentExchange:
             except Exception:
                 log.exception("what was learned does not travel")
                 self._again_s = now_s + self._config.look_s
-                return
+                continue
             if self._is_away:
                 self._is_away = False
                 log.info("what was learned travels again")
@@ -246,16 +246,16 @@ class SegmentExchange:
             packed = {table: pack(counts) for table, counts in told.items()}
             sent = _Sent(scope.last_number + 1, "", scope.buffer, packed)
             scope.buffer, scope.counts, scope.num_tokens = [], {}, 0
-        # Tells segments of one nanosecond apart.
-        own = int(digest(scope.writer, str(sent.number)), 16) >> 2
-        outputs = segment_of(sent.examples, time.time_ns(), own)
-        meta = {"max_tokens": wanted.max_tokens}
-        data = encoded(SharedFile(outputs, told, meta), scope.fingerprint, digest(*wanted.key))
-        name = SegmentName(scope.writer, sent.number, hash_of(data))
-        sent.path = name.path(scope_folder(self._model, wanted.key, epoch))
         try:
+            # Tells segments of one nanosecond apart.
+            own = int(digest(scope.writer, str(sent.number)), 16) >> 2
+            outputs = segment_of(sent.examples, time.time_ns(), own)
+            meta = {"max_tokens": wanted.max_tokens}
+            data = encoded(SharedFile(outputs, told, meta), scope.fingerprint, digest(*wanted.key))
+            name = SegmentName(scope.writer, sent.number, hash_of(data))
+            sent.path = name.path(scope_folder(self._model, wanted.key, epoch))
             self._storage.write(sent.path, data)
-        except StorageError:
+        except (StorageError, OSError):  # the folder of temporary files may be full
             with self._lock:  # again later, before what came meanwhile
                 scope.buffer = [*sent.examples, *scope.buffer]
                 scope.num_tokens = sum(int(o.shape[0]) for _, o in scope.buffer)
