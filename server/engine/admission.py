@@ -273,9 +273,11 @@ class Admission:
         grammar, leader = wait.grammar, wait.leader
         assert grammar is not None
         if not grammar.done():
-            if time.monotonic() > wait.deadline_s:
+            if time.monotonic() <= wait.deadline_s:
+                return None
+            if grammar.running():
                 return "the grammar takes too long to compile", "grammar_limit"
-            return None
+            return "Too many grammars are waiting.", "queue_full"
         error = grammar.exception()
         if error is None:
             for sequence in (leader, *leader.siblings):

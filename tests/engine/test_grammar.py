@@ -497,7 +497,9 @@ def test_others_go_on_while_a_grammar_is_compiled(load: Callable[[], Any]) -> No
 def test_a_grammar_that_takes_too_long_is_given_up(load: Callable[[], Any]) -> None:
     gate = threading.Event()
     engine = _engine(_slow(gate, load, timeout_s=0.05))
-    results = answers(engine, _request("r", COMPACT, choices=2))
+    behind = replace(_request("behind", GrammarSpec("regex", "a")), tenant="another")
+    results = answers(engine, _request("r", COMPACT, choices=2), behind)
+    assert results.pop(("behind", 0)).error_code == "queue_full", "it waited for a thread"
     assert {r.error_code for r in results.values()} == {"grammar_limit"} and len(results) == 2
     engine = _engine(_slow(gate, load))
     asked = replace(_request("r", COMPACT), queue_timeout_s=0.05, arrival_s=time.monotonic())
