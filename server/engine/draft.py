@@ -114,8 +114,9 @@ class DrafterRegistry:
         return drafter
 
     def check(self, task: str, speculation: SpeculationParams) -> None:
-        """Raise what `resolve` would, making no drafter if one was made for any scope."""
-        if self._key(task, speculation)[:4] not in self._kinds:
+        """Raise what `resolve` would, making no drafter if one was made for any scope, or to have
+        what the scope's outputs left on disk read meanwhile."""
+        if speculation.persists or self._key(task, speculation)[:4] not in self._kinds:
             self.resolve(task, speculation)
 
     def unmade(self, task: str, speculation: SpeculationParams) -> Unmade | None:

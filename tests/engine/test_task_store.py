@@ -250,6 +250,21 @@ def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, st
     assert _tokens_per_step(told_third) == pytest.approx(cold, rel=0.2)
 
 
+@pytest.mark.parametrize("was_asked", [False, True])
+def test_what_a_key_left_on_disk_is_read_when_it_comes_whoever_came_before(
+    tmp_path: Path, start: Start, was_asked: bool
+) -> None:
+    first = start(tmp_path)
+    finish(first, *_wave("", 3, tenant="a"))
+    first.close()
+    second = start(tmp_path)
+    if was_asked:
+        finish(second, _request("other", [5, 6], tenant="b"))
+    second.submit(_request("mine", [2, 3], tenant="a"))
+    _memory(second).wait()
+    assert ("task", scope_of("a", "")) in _memory(second).layers
+
+
 def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
