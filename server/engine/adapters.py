@@ -114,7 +114,7 @@ class AdapterShelf:
         self._most = most
         self.known: OrderedDict[str, Adapter] = OrderedDict()  # the one used longest ago first
         self._free = list(range(most - 1, -1, -1))
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self.figures: dict[str, Counter[str]] = {}
 
     def settle(self) -> list[str]:
@@ -150,7 +150,7 @@ class AdapterShelf:
         is_new = bool(adapter.problem) or (adapter.vocabulary is None and adapter.reading is None)
         adapter.order, adapter.problem, adapter.forgotten = order, "", False
         if is_new:
-            adapter.reading = self._submit(self.read, order)
+            adapter.reading = self._threads.submit(self.read, order)
         if ((load and is_new) or order.pinned) and not adapter.takes_room and self._make_room():
             self._load(adapter)
 
@@ -238,13 +238,8 @@ class AdapterShelf:
     def _load(self, adapter: Adapter) -> None:
         assert self._runner is not None
         if adapter.vocabulary is None and adapter.reading is None:
-            adapter.reading = self._submit(self.read, adapter.order)
-        adapter.packed = self._submit(self._runner.pack_adapter, adapter.order.folder)
-
-    def _submit(self, work: Callable[[Any], Any], argument: Any) -> Future[Any]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        return self._threads.submit(work, argument)
+            adapter.reading = self._threads.submit(self.read, adapter.order)
+        adapter.packed = self._threads.submit(self._runner.pack_adapter, adapter.order.folder)
 
     def _victim(self) -> Adapter | None:
         """The least recently used adapter that may leave memory, or None."""
@@ -289,8 +284,7 @@ class AdapterShelf:
 
     def close(self) -> None:
         """End the threads, of grammars too. Idempotent."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for adapter in self.known.values():
             self._close(adapter)
 

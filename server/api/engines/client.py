@@ -729,7 +729,6 @@ class EngineClient:
 
     def _died(self, slot: EngineSlot, final: bool = False) -> None:
         """Restart the slot, or give it up."""
-        slot.handle = None
         now_s = time.monotonic()
         policy = self._restart
         slot.deaths_s = [t for t in slot.deaths_s if now_s - t < policy.window_s]
