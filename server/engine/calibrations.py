@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections import OrderedDict, defaultdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -262,7 +262,8 @@ class Calibrations:
         if path is not None:
             # A copy: the engine goes on counting while the worker writes.
             snapshot = copy.deepcopy(table)
-            self._write_later(lambda: snapshot.save(path))
+            used = {(key[0], key[1], key[3])}
+            self._write_later(partial(self._write, lambda: snapshot.save(path), used))
             if self._tell is not None:
                 now = table.counts()
                 counted = since(now, self._told[key])
@@ -282,7 +283,15 @@ class Calibrations:
         rows = [[*key, *tally.tolist()] for key, tally in self._tallies.items()]
         path = self._folder / "tallies.json"
         body = {"version": 1, "tallies": rows}
-        self._write_later(lambda: _write_json(path, body))
+        self._write_later(partial(self._write, lambda: _write_json(path, body), dirty))
+
+    def _write(self, write: Callable[[], None], used: set[tuple[str, str, str]]) -> None:
+        """In the other thread: write a file, or have it written with the next ones."""
+        try:
+            write()
+        except OSError as error:
+            _log.warning("calibration could not be written: %s", error.strerror)
+            self._dirty.update(used)
 
     @cached_property
     def _tallies(self) -> defaultdict[tuple[str, str], Float64]:

@@ -247,7 +247,7 @@ class TaskStore:
         self._calibrations = Calibrations(
             folder,
             save_every_s,
-            lambda write: self._put(partial(_write, write)),
+            self._put,
             None if exchange is None else exchange.count,
         )
         self.calibrate = self._calibrations.calibrate
@@ -586,13 +586,6 @@ class TaskStore:
         if self._folder is not None:
             for path in self._folder.glob(f"learned-{digest(task)}-*.bin"):
                 path.unlink(missing_ok=True)
-
-
-def _write(write: Callable[[], None]) -> None:
-    try:
-        write()
-    except OSError as error:
-        _log.warning("calibration could not be written: %s", error.strerror)
 
 
 # -- what the API asks of it -----------------------------------------------------------------------

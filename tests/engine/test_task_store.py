@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from drafters import make_drafter
+from drafters.auto.trust import Trust
 from drafters.corpus import build_corpus
 from drafters.learned import FORMAT, LearnedOutputs
 from server.engine.calibrations import MAX_SEEN
@@ -275,11 +276,15 @@ def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
 
     with monkeypatch.context() as full:
         full.setattr(LearnedOutputs, "save", fails)
+        full.setattr(Trust, "save", fails)
         finish(engine, *_wave("", 3))
-        _memory(engine).wait()
+        for _ in range(3):
+            engine.tend()
+            _memory(engine).wait()
         assert not _kept(tmp_path)
     engine.close()
     assert len(_kept(tmp_path)) == 3
+    assert len(list(tmp_path.glob("calibration-*.json"))) == 1
 
 
 def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start) -> None:
