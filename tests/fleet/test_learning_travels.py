@@ -28,6 +28,7 @@ from server.fleet.learning.storage import (
     Storage,
     StorageError,
     forget,
+    scope_folder,
 )
 from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
@@ -359,14 +360,13 @@ def test_what_cannot_be_packed_is_kept_and_holds_no_other_scope_up(
     with monkeypatch.context() as patch:
         patch.setattr("server.fleet.learning.exchange.encoded", full)
         first.learn()
-    tend_scope = first.exchange._tend_scope
 
-    def fails(scope: Any, *when: Any) -> None:
-        if scope.wanted.key[1].startswith("odd"):
+    def folder_of(model: str, key: tuple[str, str], epoch: int) -> str:
+        if key[1].startswith("odd"):
             raise ValueError("odd")
-        tend_scope(scope, *when)
+        return scope_folder(model, key, epoch)
 
-    monkeypatch.setattr(first.exchange, "_tend_scope", fails)
+    monkeypatch.setattr("server.fleet.learning.exchange.scope_folder", folder_of)
     for tenant in ("odd", ""):
         first.learn([1, 5, 6], tenant=tenant)
     assert fleet.build().num_published == 1
