@@ -38,7 +38,7 @@ from server.engine.batch import (
     SlicingRunner,
     UInt32,
 )
-from server.engine.build import Built
+from server.engine.build import Built, as_wide
 from server.engine.plan import Rows
 from server.engine.sequence import ScopedProfile, Sequence, SequenceHead, Unverified
 from server.engine.trees import DRAW, END_NODE, FIRST_NODE
@@ -633,7 +633,7 @@ class SliceBook:
                 token, mask = int(sequence.ids[start + i - 1]), -1
                 if waiting.mask is not None:
                     mask = len(masks)
-                    masks.append(waiting.mask)
+                    masks.append(waiting.mask[None])
                 parent = len(drawn) - 1 if i else -1
                 drawn.append((token, start + i, parent, len(params), mask, waiting.place))
             params.append(head.params)
@@ -655,7 +655,7 @@ class SliceBook:
             draw_parent=parents,
             draw_positions=positions,
             draw_mask=draw_mask,
-            masks=np.stack(masks) if masks else np.empty((0, 0), np.uint32),
+            masks=as_wide(masks),
             params=tuple(params),
         )
         return batch, kept

@@ -20,6 +20,7 @@ from server.engine.plan import EngineSettings
 from server.types import AdapterOrder, GrammarSpec, Request, VocabularyParams, scope_of
 from tests.engine.requests import request_of
 from tests.engine.scenarios import (
+    EOS,
     Collector,
     Workload,
     answers,
@@ -30,6 +31,7 @@ from tests.engine.scenarios import (
     random_workload,
     run_requests,
 )
+from tests.engine.tiny_vocabularies import tokenizer_over
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fakes.token_table import table_of
 from tests.profiles import examples
@@ -405,8 +407,32 @@ def test_a_scope_is_of_one_adapter_whatever_the_salt() -> None:
     assert len(scopes) == 2 * 5 * 3
 
 
-def test_masks_of_two_lengths_stand_in_one_batch() -> None:
-    from server.engine.build import as_wide
-
-    together = as_wide([np.full((2, 1), 7, np.uint32), np.full((1, 2), 9, np.uint32)])
-    assert together.tolist() == [[7, 0], [7, 0], [9, 9]]
+def test_masks_of_two_lengths_stand_in_one_batch_and_wait_for_one_verification() -> None:
+    """Tokens of `exact` have the masks of their steps, beside an adapter with more ids or alone."""
+    pieces = [b"", b"", *[b"a", b"b", b"ab", b"ba"] * 10]
+    small, large = (tokenizer_over(pieces[:num], (0,), EOS).compiler for num in (16, 40))
+    spec = GrammarSpec("regex", "[ab]{30}")
+    exact = request_of(
+        "exact", (3, 4), grammar=spec, vocabulary=VocabularyParams("exact", "p", 4),
+        max_tokens=12, ignore_eos=False,
+    )  # fmt: skip
+    beside = request_of("own", (3, 4), grammar=spec, adapter="a0@", max_tokens=1, ignore_eos=False)
+    profile = VocabProfile(
+        VocabSlice.make(range(1, 16), RequiredIds.of(16, eos_ids=EOS)),
+        np.empty(0, np.int32), np.empty(0, np.float32),
+    )  # fmt: skip
+    runner = FakeRunner(FakeModel(16, seed=1), fake_info())
+    runner.models = {"a0@": FakeModel(40, seed=2)}
+    settings = EngineSettings(max_adapters=1, may_use_full_head=False)
+    engine = Engine(runner, {}, settings, profiles=lambda _: profile, grammars=small)
+    engine.adapters.read = lambda order: Vocabulary(grammars=large, own_head=True)
+    engine.adapters.register(AdapterOrder("a0@", "a0@", 40))
+    settle(engine)
+    for grammars, request in ((small, exact), (large, beside)):
+        assert grammars.compile(spec, request.scope).exception() is None
+    want = answers(engine, exact)["exact", 0]
+    got = run_requests(engine, [(0, exact), (2, beside)])
+    assert engine.recovery.num_failed_steps == 0
+    assert (got["exact", 0].ids, got["exact", 0].finish_reason) == (want.ids, "length")
+    assert got["own", 0].finish_reason == "length"
+    engine.close()
