@@ -78,7 +78,8 @@ class TaskSet:
         self._default_model = next(iter(self._models))
         self._uploads, self._learned = kept / "uploads", kept / "engines"
         self._run = run or _run_apart
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # the tasks change
+        self._uploading = asyncio.Lock()  # files of uploads change; taken before the other
         self._files = dict(tasks)
         self.tasks: Mapping[str, TaskConfig]
         """To serve: as in their files, but for corpora that were uploaded."""
@@ -137,8 +138,9 @@ class TaskSet:
         append: with those that were uploaded before. Raises ConfigError with what is wrong, and
         StorageError when it cannot be written.
         """
-        async with self._lock:
-            config = self._file(task)
+        async with self._uploading:
+            async with self._lock:
+                config = self._file(task)
             users = that_use(Need.CORPUS)
             if config.speculation.drafter not in users:
                 raise ConfigError(
@@ -146,14 +148,14 @@ class TaskSet:
                     f"corpus; set speculation.drafter to {' or '.join(users)}"
                 )
             await asyncio.to_thread(self._upload, config, examples, append)
-            return await asyncio.to_thread(self._check_again, task)
+            return await self.refresh(task)
 
     async def delete(self, task: str) -> Mapping[str, TaskConfig]:
         """Delete what was uploaded for a task, and files of what it learned.
 
         Its file's own corpus is used again. The caller tells running engines.
         """
-        async with self._lock:
+        async with self._uploading, self._lock:
             self._file(task)
             await asyncio.to_thread(self._delete, task)
             return await asyncio.to_thread(self._check_again, task)
@@ -263,8 +265,7 @@ class TaskSet:
                 task,
             )
             return None
-        path = self._folder(task) / name
-        return path if path.is_file() else None
+        return self._folder(task) / name
 
     def _upload(
         self, task: TaskConfig, examples: Sequence[Mapping[str, Any]], append: bool
@@ -274,10 +275,9 @@ class TaskSet:
         state = self._state(task.name)
         old = None
         if append and state.get("fingerprint") == fingerprint:
-            old = folder / Path(str(state["examples"])).name
+            old = folder / Path(str(state.get("examples"))).name
         before = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             own = self._enrichment_of(task)
             build = partial(build_upload, model_folder, examples, old, folder, fingerprint, own)
             figures = self._run(build)
@@ -398,6 +398,7 @@ def build_upload(
         for ids in (prompt_ids, output_ids):
             digest.update(ids.shape[0].to_bytes(8, "little") + ids.tobytes())
     name = digest.hexdigest()[:16]
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)  # nothing is left of what was refused
     held.save(target / f"examples-{name}.bin", fingerprint=fingerprint, scope="upload")
     corpus.save(target / f"corpus-{name}.corpus")
     return {
@@ -426,7 +427,8 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
     except ArrayFileError as error:
         raise _DamagedError(str(error)) from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        kind = _DamagedError if uploaded else ConfigError
+        raise kind(f"{path}: {error.strerror}") from None
     return CorpusSize(
         documents=extent.num_documents,
         tokens=extent.num_tokens,

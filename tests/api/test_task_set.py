@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,32 @@ def test_a_change_that_waited_while_its_task_was_taken_away_finds_none(place: Pl
 
     _, *errors = asyncio.run(change())
     assert [type(error) for error in errors] == [TaskNotFoundError] * 2
+
+
+def test_an_adapter_and_a_reload_wait_for_no_upload(place: Place) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def run(build: Any) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        return build()
+
+    task_set = place.task_set(run=run)
+
+    async def change() -> None:
+        upload = asyncio.create_task(task_set.upload("sql", [{"completion": "x"}], append=False))
+        assert await asyncio.to_thread(begun.wait, 30)
+        async with asyncio.timeout(10), task_set.adapter_turn():
+            pass
+        async with asyncio.timeout(10):
+            await task_set.reload()
+        may_end.set()
+        assert (await upload)["sql"].speculation.corpus is not None
+
+    try:
+        asyncio.run(change())
+    finally:
+        may_end.set()
 
 
 def test_the_documents_tell_every_route() -> None:

@@ -302,11 +302,12 @@ def test_an_upload_is_drafted_from_at_once_grows_and_goes(live: LiveServer, plac
     ],
 )
 def test_an_upload_that_is_wrong_changes_nothing(
-    calm: LiveServer, body: Any, param: str, told: str
+    calm: LiveServer, calm_place: Place, body: Any, param: str, told: str
 ) -> None:
     error = call(calm, "POST", "/v1/tasks/sql/corpus", 400, json=body)["error"]
     assert error["param"] == param and told in error["message"]
     assert corpus_of(calm) is None
+    assert not [*(calm_place.kept / "uploads").glob("*")], "no folder of a task without uploads"
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -427,6 +428,10 @@ def test_a_corpus_of_another_tokenizer_is_told_and_left_aside(
     )
     assert other.corpus_size("sql") is None
     assert "made for another model's tokenizer" in caplog.text
+    (file,) = place.kept.glob("uploads/*/corpus-*")
+    file.unlink()
+    assert place.task_set().corpus_size("sql") is None
+    assert f"task sql is served without a corpus: {file}: No such file" in caplog.text
     build_corpus([([1], [2, 0])] * 3, fingerprint="0" * 64).save(place.tasks / "sql.corpus")
     place.write("sql", "speculation: {drafter: auto, corpus: sql.corpus}\n")
     call(live, "DELETE", "/v1/tasks/sql/corpus")
