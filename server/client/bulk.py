@@ -79,7 +79,6 @@ class AnswerFile:
         num_read = 0
         try:
             if not self.path.exists():
-                self.path.touch()
                 return {}
             with self.path.open("rb") as file:
                 for raw in file:
@@ -230,24 +229,22 @@ class BulkRun:
                 answered = set(file.take_up(keys.get))
                 outcome.num_before = len(answered)
                 todo = (line for line in self._lines() if line.number not in answered)
-                with (
-                    Caller(
-                        self.endpoint,
-                        num_open=self.concurrency,
-                        max_retries=self.max_retries,
-                        timeout_s=self.timeout_s,
-                    ) as caller,
-                    file.appending() as append,
-                ):
+                with Caller(
+                    self.endpoint,
+                    num_open=self.concurrency,
+                    max_retries=self.max_retries,
+                    timeout_s=self.timeout_s,
+                ) as caller:
                     if len(answered) < outcome.num_lines:
                         caller.check_task(self.task)
                     on_progress(outcome)
                     asked = ((line, line.route, line.body) for line in todo)
                     try:
-                        for line, answer in caller.answers(asked):
-                            outcome.num_retries = caller.num_retries
-                            append(self._record(line, answer))
-                            on_progress(outcome)
+                        with file.appending() as append:
+                            for line, answer in caller.answers(asked):
+                                outcome.num_retries = caller.num_retries
+                                append(self._record(line, answer))
+                                on_progress(outcome)
                     except CallFailedError as error:
                         raise CallFailedError(
                             f"{error.message}; {outcome.num_done} of {outcome.num_lines} lines are "

@@ -315,6 +315,9 @@ def test_a_server_that_is_gone_ends_the_run_and_costs_no_line(tmp_path: Path) ->
     with answering(lambda i, body: (200, {}, GOOD)) as (url, times):
         outcome = go(url, source, target)
     assert (outcome.num_before, outcome.num_answered, len(times)) == (1, 2, 2)
+    with pytest.raises(CallFailedError):
+        go(url, source, tmp_path / "other.jsonl", max_retries=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
 def test_what_was_answered_comes_before_what_was_lost_and_nothing_is_told_behind(
