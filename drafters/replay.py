@@ -261,6 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             drafter = make_drafter(arguments.drafter, **options)
         recordings = list(read_recordings(arguments.data))[: arguments.limit]
+        if not recordings:
+            raise ValueError(f"{arguments.data}: no recordings")
     except (OSError, ValueError, ImportError, AttributeError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2

@@ -97,3 +97,6 @@ def test_the_command_ends_with_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "unknown drafter" in capsys.readouterr().err
     assert main(["--drafter", "prompt", "--data", str(path), "--option", "num_tokens=2"]) == 0
     assert main(["--drafter", "prompt", "--data", str(path), "--option", "speed=2"]) == 2
+    path.write_text("\n")
+    assert main(["--drafter", "prompt", "--data", str(path)]) == 2
+    assert f"{path}: no recordings" in capsys.readouterr().err
