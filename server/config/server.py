@@ -114,10 +114,10 @@ class ListenConfig(Section):
 
     host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one")
-    ssl_certfile: str | None = Field(
+    ssl_certfile: FilePath | None = Field(
         None, min_length=1, description="certificate chain (PEM): HTTPS instead of HTTP"
     )
-    ssl_keyfile: str | None = Field(
+    ssl_keyfile: FilePath | None = Field(
         None, min_length=1, description="its key, where the chain's file has none"
     )
 

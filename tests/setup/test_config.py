@@ -215,6 +215,7 @@ def test_paths_count_from_the_file_and_names_do_not(tmp_path: Path) -> None:
         "  - {name: d, path: m.gguf}\n"
         "tasks: tasks\n"
         "keys:\n  - {id: k, file: key.txt}\n"
+        "listen: {ssl_certfile: chain.pem, ssl_keyfile: key.pem}\n"
     )
     config = load_server_config(path)
     base = tmp_path.resolve()
@@ -223,6 +224,7 @@ def test_paths_count_from_the_file_and_names_do_not(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert config.models[1].adapter == str(base / "lora")
     assert config.tasks == str(base / "tasks") and config.keys[0].file == str(base / "key.txt")
+    assert config.listen.certificate == (str(base / "chain.pem"), str(base / "key.pem"))
 
 
 @pytest.mark.parametrize(
