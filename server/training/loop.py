@@ -17,6 +17,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -296,11 +297,14 @@ class _Run:
         """The saved state, with the tensors restored; a new one where nothing was saved."""
         if not self._file.is_file():
             return _State()
-        saved = torch.load(self._file, weights_only=True)
-        if saved["identity"] != self._identity:
+        identity = None
+        with suppress(Exception):  # whatever a damaged file makes torch raise
+            saved = torch.load(self._file, weights_only=True)
+            identity = saved["identity"]
+        if identity != self._identity:
             raise ConfigError(
-                f"{self._file} is of another run (other data, options or model); delete it to "
-                "begin anew"
+                f"{self._file} is damaged, or of another run (other data, options or model); "
+                "delete it to begin anew"
             )
         self._put(saved["trained"])
         self._optimizer.load_state_dict(saved["optimizer"])

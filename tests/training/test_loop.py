@@ -98,6 +98,13 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     for given, some, base in others:
         with pytest.raises(ConfigError, match="another run"):
             train(given, some, [], OPTIONS, tmp_path, report=lambda _: None, base=base)
+    file = tmp_path / "checkpoint.pt"
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-1000], b"text"):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"damaged, .*; delete it to begin anew"):
+            train(tuned(), data, [], OPTIONS, tmp_path, report=lambda _: None, base="a")
+    file.write_bytes(whole)
     train(tuned(), data, [], OPTIONS, tmp_path, report=lambda _: None, base="a")
 
 
