@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafters.atomic_file import EVERYBODY, replacing
 from drafters.slow_door import Door as SlowDoor
 from drafters.target import NATIVE, TARGETS, chosen
 
@@ -201,13 +202,13 @@ def machine_of(target: str) -> str:
 
 def build(command: list[str], out: Path) -> None:
     """Have a C compiler write a file, whole. Raises RuntimeError, OSError."""
-    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, out.name)
         ended = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
         if ended.returncode != 0:
             raise RuntimeError(f"{out.name} cannot be made: {ended.stderr.strip()[-2000:]}")
-        made.write_bytes(sealed(made.read_bytes()))
-        os.replace(made, out)
+        with replacing(out, EVERYBODY) as file:
+            file.write(sealed(made.read_bytes()))
 
 
 def build_door(out: Path, machine: str = platform.machine()) -> None:

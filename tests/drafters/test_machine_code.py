@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -217,6 +218,18 @@ def test_code_that_cannot_be_kept_is_made_once_for_the_process(
     first, *others = _run(tmp_path, code, words).splitlines()
     assert first.startswith(f"made {spare}") and others == ["-1"]
     assert not [*tmp_path.glob("code/*.o")] and not [*spare.iterdir()]
+
+
+def test_a_build_that_is_killed_leaves_nothing_in_the_folder_of_code(tmp_path: Path) -> None:
+    build = (
+        "import sys; from pathlib import Path; from drafters.library import build\n"
+        "build([sys.executable, '-c', 'import os; os.kill(os.getppid(), 9)'], Path('code', 'x.so'))"
+    )
+    (tmp_path / "code").mkdir()
+    environment = {**library.own_path(), "TMPDIR": str(tmp_path)}
+    words = [sys.executable, "-c", build]
+    assert subprocess.run(words, cwd=tmp_path, env=environment).returncode == -9
+    assert not [*tmp_path.glob("code/*")]
 
 
 def test_clones_share_code_and_old_versions_of_it_are_removed(
