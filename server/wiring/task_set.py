@@ -24,6 +24,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -276,7 +277,7 @@ class TaskSet:
         old = None
         if append and state.get("fingerprint") == fingerprint:
             old = folder / Path(str(state.get("examples"))).name
-        before = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        before = {*folder.glob("*")}
         try:
             own = self._enrichment_of(task)
             build = partial(build_upload, model_folder, examples, old, folder, fingerprint, own)
@@ -285,9 +286,8 @@ class TaskSet:
                 out.write(json.dumps({"task": task.name, **figures}).encode())
         except OSError as error:
             with contextlib.suppress(OSError):  # what it has written, and the folder if it is empty
-                for path in folder.iterdir():
-                    if path.name not in before:
-                        path.unlink(missing_ok=True)
+                for path in {*folder.glob("*")} - before:
+                    path.unlink(missing_ok=True)
                 if not before:
                     folder.rmdir()
             what = error.strerror or type(error).__name__
@@ -312,12 +312,9 @@ class TaskSet:
         digest = hashlib.sha256(task.encode()).hexdigest()[:16]
         for path in self._learned.glob(f"*/learned-{digest}-*.bin"):
             path.unlink(missing_ok=True)
-        folder = self._folder(task)
-        if not folder.is_dir():
-            return
-        for path in (folder / "current.json", *folder.iterdir()):
-            path.unlink(missing_ok=True)
-        folder.rmdir()
+        if (folder := self._folder(task)).is_dir():
+            (folder / "current.json").unlink(missing_ok=True)  # first: the rest is not served then
+            shutil.rmtree(folder)
 
 
 def _lower_priority() -> None:
