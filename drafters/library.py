@@ -65,7 +65,7 @@ def code_folder() -> Path:
     """Where machine code is kept. Not created."""
     given = os.environ.get("TAILOR_CODE_DIR")
     if given:
-        return Path(given)
+        return Path(given).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")  # platformdirs is not the drafters' to import
     return (Path(cache) if cache else Path.home() / ".cache") / "tailor" / "machine-code"
 

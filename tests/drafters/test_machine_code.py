@@ -232,6 +232,11 @@ def test_a_build_that_is_killed_leaves_nothing_in_the_folder_of_code(tmp_path: P
     assert not [*tmp_path.glob("code/*")]
 
 
+def test_the_folder_of_code_may_be_of_the_user_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CODE_DIR", "~/code")
+    assert library.code_folder() == Path.home() / "code"
+
+
 def test_clones_share_code_and_old_versions_of_it_are_removed(
     compiled: Compiled, tmp_path: Path
 ) -> None:

@@ -174,6 +174,8 @@ def test_a_built_in_gguf_with_zeros_inside_is_not_served(tmp_path: Path) -> None
     folder = ask()
     assert ask() == folder
     open_model(folder)
+    (folder / "chat_template.jinja").write_text("the operator's own")
+    assert ask() == folder
     for name in ("tokenizer.json", "model.gguf"):
         whole = (folder / name).read_bytes()
         _zero(folder / name, 1 << 20)
