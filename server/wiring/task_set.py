@@ -424,8 +424,7 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
     except ArrayFileError as error:
         raise _DamagedError(str(error)) from None
     except OSError as error:
-        kind = _DamagedError if uploaded else ConfigError
-        raise kind(f"{path}: {error.strerror}") from None
+        raise (_DamagedError if uploaded else ConfigError)(f"{path}: {error.strerror}") from None
     return CorpusSize(
         documents=extent.num_documents,
         tokens=extent.num_tokens,
