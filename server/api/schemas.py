@@ -105,6 +105,7 @@ class _Taken:
         self._tool = tool
         self._num_compared = 0
         self._num_repeated = 0  # characters of schemas that each of some names has
+        self._targets = _Targets(root)
 
     @cached_property
     def _has_ids(self) -> bool:
@@ -197,10 +198,10 @@ class _Taken:
             listed = names["enum"] if keyword == "enum" else [names["const"]]
             if not isinstance(listed, list):
                 return False
-            texts = [name for name in listed if isinstance(name, str)]
-            self._num_repeated += len(texts) * len(json.dumps(others))
+            self._num_repeated += len(listed) * len(json.dumps(others))
             if self._num_repeated > MAX_SOURCE_CHARS:
                 return False
+            texts = [name for name in listed if isinstance(name, str)]
             taken["properties"] = {name: described.get(name, others) for name in texts}
         elif keyword in ("pattern", "minLength", "maxLength") and not described:
             pattern = names.get("pattern")
@@ -222,7 +223,7 @@ class _Taken:
         for _ in range(8):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            schema = target(self._root, schema["$ref"])
+            schema = self._targets[str(schema["$ref"])]
         return None
 
     def _exclude(self, schemas: Sequence[Any]) -> bool:
@@ -234,7 +235,7 @@ class _Taken:
         )
 
     def _differ(self, one: Any, other: Any, depth: int = 0) -> bool:
-        self._num_compared += 1
+        self._num_compared += 1 + (_num_listed(one) + _num_listed(other)) // 100
         if one is False or other is False:
             return True
         if not isinstance(one, dict) or not isinstance(other, dict):
@@ -246,7 +247,6 @@ class _Taken:
             return True
         values, values_of_other = _listed(one), _listed(other)
         if values is not None and values_of_other is not None:
-            self._num_compared += (len(values) + len(values_of_other)) // 100
             return {*map(_identity, values)}.isdisjoint(map(_identity, values_of_other))
         if kinds & kinds_of_other != {"object"}:
             return False
@@ -272,6 +272,12 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
     kinds = {"number" if kind == "integer" else kind for kind in listed if isinstance(kind, str)}
     values = _listed(schema)
     return kinds if values is None else kinds & {_KINDS[type(value)] for value in values}
+
+
+def _num_listed(schema: Any) -> int:
+    """How many keywords a schema has, and values, types and members it lists."""
+    listed = schema.values() if isinstance(schema, dict) else ()
+    return len(listed) + sum(len(items) for items in listed if isinstance(items, list))
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
@@ -301,16 +307,21 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def target(root: Any, reference: Any) -> Any:
-    """The schema that a reference of this document names, or None."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found: Any = root
-    for part in reference[1:].split("/")[1:]:
-        if not isinstance(found, dict):
-            return None
-        found = found.get(unquote(part).replace("~1", "/").replace("~0", "~"))
-    return found if isinstance(found, (dict, bool)) else None
+class _Targets(dict[str, Any]):
+    """The schemas that references of a document (root) name, None for none. Each is looked for
+    once: thousands of places may lead to a long one."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, reference: str) -> Any:
+        found = self._root if reference.startswith("#") else None
+        for part in reference[1:].split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, dict) else None
+        self[reference] = found = found if isinstance(found, (dict, bool)) else None
+        return found
 
 
 def _shown(name: str) -> str:
@@ -483,6 +494,7 @@ class StrictArguments:
 
     def __init__(self, schema: Mapping[str, Any], at: str) -> None:
         self._root = schema
+        self._targets = _Targets(schema)
         self._at = at
         self._num_steps = 0  # of the check of one call
         # By a schema's id(): identities of what it lists, and names of members that must be there.
@@ -526,7 +538,7 @@ class StrictArguments:
                 elif key == "required":
                     self._required[id(part)] = set(value)
                 elif key == "$ref":
-                    found = target(self._root, value)
+                    found = self._targets[value]
                     if found is None:
                         raise self._refusal(f"the reference {echoed(value, 40)}")
                     ahead.append(found)
@@ -543,7 +555,7 @@ class StrictArguments:
         if isinstance(schema, bool):
             return schema
         reference = schema.get("$ref")
-        if reference is not None and not self._matches(target(self._root, reference), value):
+        if reference is not None and not self._matches(self._targets[reference], value):
             return False
         kinds, kind = schema.get("type", ()), _KINDS[type(value)]
         if kind == "number" and "integer" in kinds and float(value).is_integer():
@@ -589,11 +601,10 @@ def _is_well_formed(key: str, value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(name, str) for name in value)
     if key == "type":
         kinds = [value] if isinstance(value, str) else value
-        return isinstance(kinds, list) and all(
-            kind == "integer" or kind in _KINDS.values() for kind in kinds
-        )
+        named = ("integer", *_KINDS.values())
+        return isinstance(kinds, list) and len(kinds) <= len(named) and all(map(named.count, kinds))
     if key in _LIMITS or key in ("minItems", "maxItems", "minLength", "maxLength"):
-        return _is_number(value)
+        return _is_number(value) and _keeps_digits(value)
     return key != "$ref" or isinstance(value, str)
 
 

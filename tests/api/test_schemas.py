@@ -248,11 +248,26 @@ def test_schemas_that_are_made_to_take_long_do_not() -> None:
     listed = {"oneOf": [{"enum": [*range(20_000)]}, {"enum": [*range(40_000, 19_998, -1)]}]}
     many = {"enum": [f"{i}" for i in range(250)]}
     maps = [{"propertyNames": many, "additionalProperties": {"pattern": "x" * 900}}] * 100
-    for schema in (union, wide, listed, {"anyOf": maps}):
+    # References to what is long, and values that are looked at once for each pair.
+    far = {"$defs": {"x": {"$ref": f"#{'/' * 50_000}"}}, "oneOf": [{"$ref": "#/$defs/x"}] * 4000}
+    types = {"$defs": {"x": {"type": ["string"] * 10_000}}}
+    tagged = [
+        {"properties": {"a": {"$ref": "#/$defs/x"}, "b": {"const": i}}, "required": ["a", "b"]}
+        for i in range(99)
+    ]
+    for schema in (union, wide, listed, {"anyOf": maps}, far, {**types, "oneOf": tagged}):
         began_s = time.process_time()
         with pytest.raises(UnsupportedFieldError):
             prepared(schema, "schema", SchemaRules())
         assert time.process_time() - began_s < 1.0
+    names = {f"{i}": {"propertyNames": {"$ref": "#/$defs/x"}} for i in range(2000)}
+    began_s = time.process_time()
+    prepared(
+        {"$defs": {"x": {"enum": [f"{i}" for i in range(15_000)]}}, "properties": names},
+        "schema",
+        SchemaRules(is_lenient=True),
+    )
+    assert time.process_time() - began_s < 1.0
 
 
 def test_a_tool_is_judged_where_its_schema_is_held() -> None:

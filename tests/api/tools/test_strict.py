@@ -114,6 +114,13 @@ def test_references_that_multiply_or_never_end_are_cut_short() -> None:
     twice = {"additionalProperties": {"required": ["a"] * 20_000}}
     assert StrictArguments(twice, "x").fits(json.dumps({f"{i}": {"a": 1} for i in range(8_000)}))
     assert not StrictArguments(doubling, "x").fits("{}")
+    far = {"$ref": f"#/$defs/{'%41' * 20_000}"}
+    led = {"$defs": {"x": far, "A" * 20_000: False}, "anyOf": [{"$ref": "#/$defs/x"}] * 2000}
+    assert not StrictArguments(led, "x").fits("{}")
+    one = {"multipleOf": 10**4000}
+    for schema in ({"type": ["object"] * 9}, {"items": one}):
+        with pytest.raises(UnsupportedFieldError, match=r"the keyword '(type|multipleOf)'"):
+            StrictArguments(schema, "x")
     assert not StrictArguments({"$ref": "#"}, "x").fits("{}")
     assert not StrictArguments({}, "x").fits('{"a": ' + "[" * 100_000)
     assert time.process_time() - start_s < 2
