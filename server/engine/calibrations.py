@@ -52,7 +52,8 @@ TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
 
 
 class Calibrations:
-    """One engine's calibrations. The engine's thread calls everything; another thread writes files.
+    """One engine's calibrations. The engine's thread calls everything but `report`, which reads
+    files and may be called in any thread; another thread writes files.
 
     folder: where they are kept, None for memory only. save_every_s: seconds between writes.
     write_later: runs a job that writes a file in the other thread. tell: gets what was counted
@@ -228,10 +229,11 @@ class Calibrations:
     def _tables_like(self, table: Table) -> tuple[list[Table], list[Table]]:
         """The tables of every scope with a table's task, drafter and corpus: those in memory, and
         those that are read from their files."""
-        found = next((key for key, known in self._tables.items() if known is table), None)
+        all_tables = list(self._tables.items())  # which the engine's thread changes meanwhile
+        found = next((key for key, known in all_tables if known is table), None)
         if found is None:
             return [table], []
-        tables = {key: known for key, known in self._tables.items() if key[:3] == found[:3]}
+        tables = {key: known for key, known in all_tables if key[:3] == found[:3]}
         here = {self._table_file(key) for key in tables}
         stem = self._table_file((*found[:3], NO_SCOPE))
         on_disk: list[Table] = []

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -116,7 +117,8 @@ class EngineHost:
         # On an accelerator Deltas are sent while the next step computes. On the CPU the next step
         # would delay them by its whole length, so they are sent before it.
         self._sends_late = not engine.info.device.startswith("cpu")
-        self._sending = threading.Lock()  # the heartbeat's thread sends, too
+        self._sending = threading.Lock()  # other threads send, too
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="control")
 
     def run(self) -> None:
         """The loop, until it is told to end or cannot go on."""
@@ -131,6 +133,7 @@ class EngineHost:
         except (EOFError, BrokenPipeError, ConnectionError):
             pass  # the API process is gone
         finally:
+            self._slow.shutdown(wait=False, cancel_futures=True)
             engine.close()
 
     def _loop(self, poller: select.poll, heartbeat: Heartbeat) -> None:
@@ -180,13 +183,25 @@ class EngineHost:
 
     def _control(self, call_id: int, name: str, payload: Any) -> None:
         """Call a control; send {"ok": True, "value": ...} or {"ok": False, "error": message}."""
-        answer: dict[str, Any]
         self._engine.tend()  # what has ended is told of
-        try:
-            control = self._engine.controls.get(name)
-            if control is None:
+        controls = self._engine.controls
+
+        def call() -> Any:
+            if name not in controls:
                 raise ValueError(f"unknown control {name!r}")
-            answer = {"ok": True, "value": control(payload)}
+            return controls[name](payload)
+
+        self._answer(call_id, name, call)
+
+    def _answer(self, call_id: int, name: str, call: Callable[[], Any]) -> None:
+        """Send what `call` gives. What that gives to be called takes long: in a thread."""
+        answer: dict[str, Any]
+        try:
+            value = call()
+            if callable(value):
+                self._slow.submit(self._answer, call_id, name, value)
+                return
+            answer = {"ok": True, "value": value}
         except Exception as error:
             answer = {"ok": False, "error": str(error)[:300]}
         try:

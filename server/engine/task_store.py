@@ -274,8 +274,8 @@ class TaskStore:
 
     # -- calibration ------------------------------------------------------------------------
 
-    def report(self, task: str, drafter: Drafter | None) -> dict[str, Any]:
-        """Plain values for GET /v1/tasks/{task}.
+    def report(self, task: str, drafter: Drafter | None) -> Callable[[], dict[str, Any]]:
+        """What gives, in any thread, plain values for GET /v1/tasks/{task}; it may read files.
 
         What Calibrations.report tells of the drafter's table, if it has one: each scope's began
         with what the corpus says. num_steps, num_tokens: decayed, of finished requests.
@@ -285,7 +285,7 @@ class TaskStore:
         table = getattr(drafter, "trust", None) or getattr(drafter, "calibration", None)
         num_steps, num_tokens = self._calibrations.tally(task, name)
         sizes = [size for key, size in list(self._sizes.items()) if key[0] == task]
-        return {
+        return lambda: {
             **({} if table is None else self._calibrations.report(table)),
             "num_steps": num_steps,
             "num_tokens": num_tokens,
@@ -650,9 +650,9 @@ class TaskControl:
                 rests=sequence.is_resting,
             )
 
-    def _report(self, payload: Any) -> dict[str, Any]:
-        """What the engine keeps of a task. payload: {"task", "drafter", "options", "corpus",
-        "adapter"}."""
+    def _report(self, payload: Any) -> Any:
+        """What gives what the engine keeps of a task. payload: {"task", "drafter", "options",
+        "corpus", "adapter"}."""
         if self._memory is None:
             return {}
         spec = SpeculationParams(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -31,13 +32,18 @@ def _raise(payload: Any) -> Any:
 
 
 def build(step_s: float = 0.0, fail: str = "", device: str = "cpu") -> Engine:
-    """An engine over FakeModel(16, seed=5) with a drafter "d" and controls echo, fail, odd."""
+    """An engine over FakeModel(16, seed=5) with a drafter "d" and controls of its own."""
     from dataclasses import replace
 
     info = replace(fake_info(num_blocks=256, max_model_len=512), device=device)
     runner = FakeRunner(FakeModel(16, seed=5), info, step_s=step_s, fail=_FAILURES[fail])
     settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, max_failures=4)
-    controls = {"echo": lambda payload: payload, "fail": _raise, "odd": lambda payload: object()}
+    controls = {
+        "echo": lambda payload: payload,
+        "fail": _raise,
+        "odd": lambda payload: object(),
+        "long": lambda _: lambda: threading.current_thread().name,
+    }
     engine = Engine(runner, {"d": random_drafter(1, 16)}, settings)
     engine.controls.update(controls)
     return engine

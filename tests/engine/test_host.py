@@ -180,16 +180,17 @@ def test_controls_answer_and_their_errors_do_too(start_here: Start) -> None:
     handle = start_here(factory())
     _ready(handle)
     answers: dict[int, Any] = {}
-    for call, name in enumerate(("echo", "fail", "odd", "unknown")):
+    for call, name in enumerate(("echo", "fail", "odd", "unknown", "long")):
         channel.send(handle.connection, ("control", call, name, {"n": 1}))
     channel.send(handle.connection, ("nonsense", 1))
-    while len(answers) < 4:
+    while len(answers) < 5:
         message = _receive(handle)
         if message[0] == "control":
             answers[message[1]] = message[2]
     assert answers[0] == {"ok": True, "value": {"n": 1}}
     assert answers[1] == {"ok": False, "error": "no such corpus"}
     assert answers[2]["ok"] is answers[3]["ok"] is False
+    assert answers[4]["value"].startswith("control"), "what takes long is not done in the loop"
 
 
 def test_stop_aborts_what_is_open(start_here: Start) -> None:

@@ -89,7 +89,7 @@ def _memory(engine: Engine) -> TaskStore:
 def _report(engine: Engine) -> dict[str, Any]:
     """What the engine tells of the task."""
     payload = {"task": "task", "drafter": "auto", "options": (), "corpus": None}
-    told: dict[str, Any] = engine.controls["task_report"](payload)
+    told: dict[str, Any] = engine.controls["task_report"](payload)()
     return told
 
 
@@ -387,10 +387,10 @@ def test_old_requests_count_less_in_the_tokens_a_step_that_are_told(start: Start
     memory = _memory(start(None))
     memory.calibrate("task", make_drafter("auto"), "", "\0")
     memory.observe("task", "auto", "\0", 15_000, 15_000)
-    assert memory.report("task", make_drafter("auto"))["num_steps"] == 15_000
+    assert memory.report("task", make_drafter("auto"))()["num_steps"] == 15_000
     for _ in range(50):
         memory.observe("task", "auto", "\0", 1000, 3000)
-    told = memory.report("task", make_drafter("auto"))
+    told = memory.report("task", make_drafter("auto"))()
     assert told["num_tokens"] > 2.9 * told["num_steps"] and told["num_steps"] <= 20_000
 
 
@@ -406,7 +406,7 @@ def test_a_task_whose_tokens_were_taken_back_costs_none_its_tally(
     first.close()
     second = _memory(start(tmp_path))
     for task, tally in tallies.items():
-        told = second.report(task, make_drafter("auto"))
+        told = second.report(task, make_drafter("auto"))()
         assert (told["num_steps"], told["num_tokens"]) == tally
 
 
@@ -438,7 +438,7 @@ def test_scopes_in_memory_are_bounded_and_come_back_from_disk(tmp_path: Path, st
         finish(engine, *_wave(f"{i}-", 10, tenant=f"t{i}"))
         memory.wait()
         engine.tend()
-        assert memory.report("task", None)["num_learned_scopes"] <= 3
+        assert memory.report("task", None)()["num_learned_scopes"] <= 3
     cold = _tokens_per_step(finish(engine, _request("new", [2, 3], tenant="new")))
     finish(engine, _request("back", [2, 3], tenant="t0"))
     memory.wait()

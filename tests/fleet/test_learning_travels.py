@@ -92,7 +92,7 @@ class Replica:
     @property
     def num_learned(self) -> int:
         """Tokens that it holds."""
-        return int(self.memory.report("task", None)["num_learned_tokens"])
+        return int(self.memory.report("task", None)()["num_learned_tokens"])
 
     def tend(self) -> None:
         """All that is due in its threads."""
