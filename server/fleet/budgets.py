@@ -268,7 +268,11 @@ class FleetUse:
         for _ in range(_SEAT_TRIES):
             if grant is None or grant.has_seat:
                 break
-            await asyncio.sleep(_SEAT_AGAIN_S)
+            self._open -= 1  # who waits holds no seat that another's claim would count
+            try:
+                await asyncio.sleep(_SEAT_AGAIN_S)
+            finally:
+                self._open += 1
             grant = await self._claim(wanted, seat=seat)
         most = self._seats if seat else None
         if grant is None or grant.is_young:

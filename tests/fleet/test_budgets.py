@@ -141,6 +141,15 @@ async def test_a_seat_that_is_on_its_way_back_is_waited_for() -> None:
     await asyncio.gather(telling, return_exceptions=True)
 
 
+async def test_one_of_two_that_wait_at_one_ingress_gets_the_last_seat() -> None:
+    fleet = Fleet(1, max_concurrent_requests=1)
+    assert await fleet.enters(0)
+    waiting = [asyncio.create_task(fleet.enters(0)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    fleet.uses[0].leave()
+    assert sorted(await asyncio.gather(*waiting)) == [False, True]
+
+
 async def test_a_lost_desk_gives_nobody_a_full_bucket_again() -> None:
     fleet = Fleet(requests_per_minute=60)
     assert sum([await fleet.enters(0) for _ in range(60)]) == 60
