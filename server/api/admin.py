@@ -200,12 +200,12 @@ class AdapterRoutes:
 
         @app.post(LOAD_PATH, response_class=text, **begin)
         async def load_lora_adapter(request: HttpRequest) -> Response:
-            body = validate(LoadAdapterBody, await self._context.body(request))
+            body = await self._context.body(request, LoadAdapterBody)
             return PlainTextResponse(await self.load(body))
 
         @app.post(UNLOAD_PATH, response_class=text, **end)
         async def unload_lora_adapter(request: HttpRequest) -> Response:
-            body = validate(UnloadAdapterBody, await self._context.body(request))
+            body = await self._context.body(request, UnloadAdapterBody)
             return PlainTextResponse(await self.unload(body))
 
     # -- parts ------------------------------------------------------------------------------

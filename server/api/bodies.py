@@ -77,6 +77,12 @@ class BodyPart(BaseModel):
     """What to send instead of a field that other servers have."""
 
     _spelled: dict[Path, str] = PrivateAttr(default_factory=dict)
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a whole body, as it came."""
+        return self._num_bytes
 
     @model_validator(mode="before")
     @classmethod
@@ -422,7 +428,7 @@ class GenerationBody(BodyPart):
 _B = TypeVar("_B", bound=BodyPart)
 
 
-def validate(model: type[_B], body: dict[str, Any]) -> _B:
+def validate(model: type[_B], body: dict[str, Any], num_bytes: int = 0) -> _B:
     """`body` as a `model`. Raises InvalidRequestError and its kin, naming the field."""
     spelled: dict[Path, str] = {}
     if not body.keys() <= model.model_fields.keys() or not body.keys().isdisjoint(model.NEUTRAL):
@@ -433,8 +439,7 @@ def validate(model: type[_B], body: dict[str, Any]) -> _B:
         # The first one is enough, and a list of 10^5 wrong items must not become a page of errors.
         first = error.errors(include_url=False, include_input=False)[0]
         raise _invalid(first, body, spelled) from None
-    if spelled:
-        made._spelled = spelled
+    made._spelled, made._num_bytes = spelled, num_bytes
     return made
 
 
@@ -717,11 +722,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def depth(value: Any, most: int) -> int:
     """Levels of objects and lists, at most `most` (where it stops looking)."""
-    if most == 0 or not isinstance(value, (dict, list)):
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    levels = (depth(item, most - 1) for item in inner if isinstance(item, (dict, list)))
-    return 1 + max(levels, default=0)
+    num, level = 0, [value]
+    while num < most and (level := [v for v in level if isinstance(v, (dict, list))]):
+        num += 1
+        level = [item for v in level for item in (v.values() if isinstance(v, dict) else v)]
+    return num
 
 
 def num_values(value: Any) -> int:

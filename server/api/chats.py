@@ -115,8 +115,11 @@ async def generation_of(chat: Chat, target: Target, orders: Orders) -> Chat:
             "this and add_generation_prompt contradict each other.", at="continue_final_message"
         )
     rules = rules_of(chat.body, target.task)
-    tools = chosen_tools(
-        chat.tools, chat.tool_choice, rules, parallel=chat.parallel, nests=chat.nests
+    tools = await orders.work(
+        lambda: chosen_tools(
+            chat.tools, chat.tool_choice, rules, parallel=chat.parallel, nests=chat.nests
+        ),
+        chat.body.num_bytes,
     )
     if tools.shown is not None and model.call_style is None:
         raise UnsupportedFieldError(
@@ -125,12 +128,14 @@ async def generation_of(chat: Chat, target: Target, orders: Orders) -> Chat:
         )
     forced, grammar = await _forced(chat, tools, target, orders)
     shown = tools.shown
-    messages = messages_of(
-        chat.turns, template.source if tools.shown is None else template.tool_source
-    )
-    num_chars = sum(len(message["content"]) for message in messages)
     # Templates may repeat messages; they hardly ever leave one out.
+    num_chars = sum(len(turn.content) for turn in chat.turns)
     orders.check_size(num_chars, target, chat.max_tokens, names)
+    num_chars += tools.num_chars + sum(
+        64 + sum(len(call.arguments) for call in turn.calls) for turn in chat.turns
+    )
+    source = template.source if shown is None else template.tool_source
+    messages = await orders.work(lambda: messages_of(chat.turns, source), num_chars)
     variables = _variables(chat, template, shown is not None and template.has_tools)
     if chat.continues and (chat.turns[-1].role != "assistant" or chat.turns[-1].calls):
         raise InvalidRequestError(
@@ -140,8 +145,6 @@ async def generation_of(chat: Chat, target: Target, orders: Orders) -> Chat:
         messages, shown = tell_tools(messages, shown), None
     adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
     opening = "" if forced is None else forced.opening
-    num_chars = tools.num_chars + sum(len(message["content"]) + 64 for message in messages)
-    num_chars += sum(len(call.arguments) for turn in chat.turns for call in turn.calls)
     try:
         rendered = await orders.work(
             lambda: template.render(
@@ -264,7 +267,9 @@ class ChatFace(TextFace[_B]):
         """The Chat of a body. Raises the client's errors (4xx)."""
 
     async def generation(self, body: _B, target: Target) -> Generation:
-        return await generation_of(self.chat(body, target), target, self.context.orders)
+        orders = self.context.orders
+        chat = await orders.work(lambda: self.chat(body, target), body.num_bytes)
+        return await generation_of(chat, target, orders)
 
 
 def _shown_call(call: Call) -> dict[str, Any]:

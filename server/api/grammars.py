@@ -83,10 +83,8 @@ def format_of(body: ResponseFormatBody | None) -> OutputFormat | None:
     return OutputFormat(inner.schema_value, "response_format.json_schema.schema")
 
 
-def grammar_of(
-    body: GenerationBody, form: OutputFormat | None, rules: SchemaRules
-) -> Wanted | None:
-    """What the output of a body must match, None for any text.
+def grammar_of(body: GenerationBody, form: OutputFormat | None, rules: SchemaRules) -> Wanted:
+    """What the output of a body must match that has structured_outputs or a form.
 
     form: what the route calls its response_format. Compiles nothing. Raises InvalidRequestError and
     its kin.
@@ -100,8 +98,7 @@ def grammar_of(
                 at=form.field,
             )
         return wanted
-    if form is None:
-        return None
+    assert form is not None
     schema = _ANY_OBJECT if form.schema is None else form.schema
     return grammar_of_schema(schema, form.at, rules), form.at
 

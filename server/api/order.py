@@ -188,11 +188,12 @@ class Orders:
         sampling = self._sampling(generation, target, best_of > num_choices)
         wished = sampling["max_tokens"]
         wanted = generation.grammar
-        if wanted is None:
-            wanted = grammar_of(body, generation.form, rules_of(body, task))
-            if wanted is not None:
-                scope = scope_of(target.tenant, body.cache_salt or "")
-                await self.grammars.check(*wanted, scope)
+        if wanted is None and (generation.form or body.structured_outputs):
+            rules, scope = rules_of(body, task), scope_of(target.tenant, body.cache_salt or "")
+            wanted = await self.work(
+                lambda: grammar_of(body, generation.form, rules), body.num_bytes
+            )
+            await self.grammars.check(*wanted, scope)
         spec, grammar_field = wanted or (None, "")
         speculation = speculation_of(body, task, self._drafters, self.catalog)
         if body.prediction is not None:

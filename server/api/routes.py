@@ -168,7 +168,7 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
 
     @app.post("/tokenize", **described("Token ids of a text", Tokens, body=TokenizeBody))
     async def tokenize(request: HttpRequest) -> Response:
-        body = validate(TokenizeBody, await context.body(request))
+        body = await context.body(request, TokenizeBody)
         target = context.target(request, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages.", at="prompt")
@@ -178,7 +178,8 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
             given = {name: value for name in fields if (value := getattr(body, name)) is not None}
             if body.add_special_tokens:
                 given["add_special_tokens"] = True  # refused by its name
-            chat = chat_of(validate(ChatBody, given))
+            size = body.num_bytes
+            chat = await context.orders.work(lambda: chat_of(validate(ChatBody, given, size)), size)
             [ids] = (await generation_of(chat, target, context.orders)).prompts
         else:
             for name in _CHAT_FIELDS:
@@ -199,7 +200,7 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
 
     @app.post("/detokenize", **described("Text of token ids", Detokenized, body=DetokenizeBody))
     async def detokenize(request: HttpRequest) -> Response:
-        body = validate(DetokenizeBody, await context.body(request))
+        body = await context.body(request, DetokenizeBody)
         model = context.target(request, body.model).model
         if max(body.tokens, default=0) >= model.vocab_size:
             raise InvalidRequestError(
@@ -214,9 +215,10 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
 
     @app.post("/v1/chat/completions/render", **told)
     async def render(request: HttpRequest) -> Response:
-        body = validate(ChatBody, await context.body(request))
+        body = await context.body(request, ChatBody)
         target = context.target(request, body.model)
-        chat = await generation_of(chat_of(body), target, context.orders)
+        made = await context.orders.work(lambda: chat_of(body), body.num_bytes)
+        chat = await generation_of(made, target, context.orders)
         ids: Any = chat.prompts[0]
         answer = RenderedPrompt(
             prompt=chat.text, prompt_token_ids=ids, count=len(ids), max_model_len=target.room

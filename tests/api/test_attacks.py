@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ import httpx
 import pytest
 
 from server import logs
+from server.api import grammars, route_context
 from server.config import LimitsConfig
 from tests.api.fixtures import over
 from tests.api.live import LiveServer, as_key, keyed
@@ -144,6 +146,7 @@ LONG = (
     b'{"prompt": "a", "seed": ' + b"9" * 4_000_000 + b"}",
     b'{"temperature": 0.' + b"1" * 4_000_000 + b"}",
     b'{"a": ' + b" " * 4_000_000 + b"1}",
+    b'{"a": [' + b"[]," * 2_000_000 + b"1]}",
     b"{" + b",".join(b'"a%d":1' % i for i in range(200_000)) + b',"a7":1}',
     b"\x00" * 1_000_000,
 )
@@ -155,6 +158,26 @@ def test_no_body_takes_long_to_refuse(server: LiveServer) -> None:
         answer = raw(server, content, **KEY)
         assert answer.status_code == 400, i
         assert time.process_time() - began_s < 3, i
+
+
+def test_large_bodies_are_read_beside_the_event_loop(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noted(do: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return do(*args)
+
+        return call
+
+    for at, do in ((route_context, "parse_object"), (grammars, "prepared")):
+        monkeypatch.setattr(at, do, noted(getattr(at, do)))
+    for num in (1, 1 << 17):
+        schema = {"type": "null", "description": "x" * num}
+        post(server, prompt="a", structured_outputs={"json": schema})  # it has no grammars
+    assert [name.startswith("tokenize") for name in threads] == [False, False, True, True]
 
 
 # --- ways around the key ---

@@ -56,7 +56,6 @@ from server.api.bodies import (
     depth,
     num_values,
     refuse_members,
-    validate,
 )
 from server.api.engines.submission import RequestAccount, Submission
 from server.api.faces.items import TEXTS, Items, text_of
@@ -576,7 +575,7 @@ class QuestionFace(Face):
 
     async def respond(self, request: HttpRequest) -> Response:
         context = self.context
-        body: Any = validate(self.body, await context.body(request))
+        body: Any = await context.body(request, self.body)
         target = context.target(request, body.model)
         questions, text, at = self.asked(body)
         prefix = f"{self.id_prefix}{secrets.token_hex(12)}"
