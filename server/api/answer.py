@@ -267,10 +267,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     sources: list[str] = []
     rejected: list[tuple[int, str, tuple[int, ...]]] = []
     for delta in deltas:
-        if delta.rejected_drafts:
-            rejected += [
-                (at + len(ids), source, path) for at, source, path in delta.rejected_drafts
-            ]
+        rejected += [(at + len(ids), source, path) for at, source, path in delta.rejected_drafts]
         ids += delta.token_ids
         logprobs += delta.logprobs
         if delta.sources:

@@ -9,7 +9,7 @@ answer may fill the context.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -100,9 +100,12 @@ class Chat(Generation):
     adds_prompt: bool | None = None
 
 
-async def generation_of(chat: Chat, target: Target, orders: Orders) -> Chat:
-    """The Chat with its prompt, and with what its answer must be. Raises the client's errors
-    (4xx)."""
+async def generation_of(
+    make: Callable[[], Chat], num_bytes: int, target: Target, orders: Orders
+) -> Chat:
+    """What `make` makes of a body of so many bytes, with its prompt, and with what its answer must
+    be. Raises the client's errors (4xx)."""
+    chat = await orders.work(make, num_bytes)
     model, names, template = target.model, chat.names, target.model.chat
     if template is None:
         raise UnsupportedFieldError(
@@ -119,7 +122,7 @@ async def generation_of(chat: Chat, target: Target, orders: Orders) -> Chat:
         lambda: chosen_tools(
             chat.tools, chat.tool_choice, rules, parallel=chat.parallel, nests=chat.nests
         ),
-        chat.body.num_bytes,
+        num_bytes,
     )
     if tools.shown is not None and model.call_style is None:
         raise UnsupportedFieldError(
@@ -268,8 +271,7 @@ class ChatFace(TextFace[_B]):
 
     async def generation(self, body: _B, target: Target) -> Generation:
         orders = self.context.orders
-        chat = await orders.work(lambda: self.chat(body, target), body.num_bytes)
-        return await generation_of(chat, target, orders)
+        return await generation_of(lambda: self.chat(body, target), body.num_bytes, target, orders)
 
 
 def _shown_call(call: Call) -> dict[str, Any]:

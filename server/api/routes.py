@@ -178,9 +178,10 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
             given = {name: value for name in fields if (value := getattr(body, name)) is not None}
             if body.add_special_tokens:
                 given["add_special_tokens"] = True  # refused by its name
-            size = body.num_bytes
-            chat = await context.orders.work(lambda: chat_of(validate(ChatBody, given, size)), size)
-            [ids] = (await generation_of(chat, target, context.orders)).prompts
+            chat = await generation_of(
+                lambda: chat_of(validate(ChatBody, given)), body.num_bytes, target, context.orders
+            )
+            [ids] = chat.prompts
         else:
             for name in _CHAT_FIELDS:
                 if getattr(body, name) not in (None, [], {}):
@@ -217,8 +218,7 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
     async def render(request: HttpRequest) -> Response:
         body = await context.body(request, ChatBody)
         target = context.target(request, body.model)
-        made = await context.orders.work(lambda: chat_of(body), body.num_bytes)
-        chat = await generation_of(made, target, context.orders)
+        chat = await generation_of(lambda: chat_of(body), body.num_bytes, target, context.orders)
         ids: Any = chat.prompts[0]
         answer = RenderedPrompt(
             prompt=chat.text, prompt_token_ids=ids, count=len(ids), max_model_len=target.room

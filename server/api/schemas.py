@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -105,7 +105,7 @@ class _Taken:
         self._tool = tool
         self._num_compared = 0
         self._num_repeated = 0  # characters of schemas that each of some names has
-        self._targets = _Targets(root)
+        self._named = cache(partial(target, root))  # thousands of places may name a long one
 
     @cached_property
     def _has_ids(self) -> bool:
@@ -223,7 +223,7 @@ class _Taken:
         for _ in range(8):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            schema = self._targets[str(schema["$ref"])]
+            schema = self._named(str(schema["$ref"]))
         return None
 
     def _exclude(self, schemas: Sequence[Any]) -> bool:
@@ -307,21 +307,13 @@ def _identity(value: Any) -> Any:
     return value
 
 
-class _Targets(dict[str, Any]):
-    """The schemas that references of a document (root) name, None for none. Each is looked for
-    once: thousands of places may lead to a long one."""
-
-    def __init__(self, root: Any) -> None:
-        super().__init__()
-        self._root = root
-
-    def __missing__(self, reference: str) -> Any:
-        found = self._root if reference.startswith("#") else None
-        for part in reference[1:].split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, dict) else None
-        self[reference] = found = found if isinstance(found, (dict, bool)) else None
-        return found
+def target(root: Any, reference: str) -> Any:
+    """The schema that a reference of this document names, or None."""
+    found = root if reference.startswith("#") else None
+    for part in reference[1:].split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, (dict, bool)) else None
 
 
 def _shown(name: str) -> str:
@@ -494,7 +486,7 @@ class StrictArguments:
 
     def __init__(self, schema: Mapping[str, Any], at: str) -> None:
         self._root = schema
-        self._targets = _Targets(schema)
+        self._named = cache(partial(target, schema))
         self._at = at
         self._num_steps = 0  # of the check of one call
         # By a schema's id(): identities of what it lists, and names of members that must be there.
@@ -538,7 +530,7 @@ class StrictArguments:
                 elif key == "required":
                     self._required[id(part)] = set(value)
                 elif key == "$ref":
-                    found = self._targets[value]
+                    found = self._named(value)
                     if found is None:
                         raise self._refusal(f"the reference {echoed(value, 40)}")
                     ahead.append(found)
@@ -555,7 +547,7 @@ class StrictArguments:
         if isinstance(schema, bool):
             return schema
         reference = schema.get("$ref")
-        if reference is not None and not self._matches(self._targets[reference], value):
+        if reference is not None and not self._matches(self._named(reference), value):
             return False
         kinds, kind = schema.get("type", ()), _KINDS[type(value)]
         if kind == "number" and "integer" in kinds and float(value).is_integer():

@@ -174,9 +174,21 @@ class Calibrations:
         and without, in scopes that are in memory; tokens_with, tokens_without: what these made of
         the text that came (drafters.auto.corpus_fit).
         """
-        here, on_disk = self._tables_like(table)
+        every = list(self._tables.items())  # which the engine's thread changes meanwhile
+        of = next((key[:3] for key, known in every if known is table), None)
+        here = {key: known for key, known in every if key[:3] == of}
+        tables = list(here.values()) or [table]
+        fits = [fit for known in tables if (fit := getattr(known, "fit", None))]
+        stem = None if of is None else self._table_file((*of, NO_SCOPE))
+        if stem is not None:
+            files = {stem, *stem.parent.glob(f"{stem.stem}-*{stem.suffix}")}
+            for path in sorted(files - {self._table_file(key) for key in here})[:MAX_TABLES_TOLD]:
+                kept = copy.deepcopy(table)
+                with contextlib.suppress(ValueError):
+                    kept.restore(path)
+                    tables.append(kept)
         cells: dict[tuple[str, int, float], list[float]] = {}
-        for row in (row for known in (*here, *on_disk) for row in known.table()):
+        for row in (row for known in tables for row in known.table()):
             # Trust tells the lower edge of a claimed share, Calibration the middle of its bucket.
             share = row["min_share"] if "min_share" in row else row["predicted_share"]
             cell = cells.setdefault((row["source"], row["min_match_length"], share), [0.0, 0.0])
@@ -184,7 +196,6 @@ class Calibrations:
             cell[1] += row["accepted"]
         rows = [(*at, offered, accepted) for at, (offered, accepted) in cells.items()]
         rows.sort(key=lambda row: -row[3])
-        fits = [fit for known in here if (fit := getattr(known, "fit", None))]
         return {
             "calibration": rows[:MAX_ROWS],
             "corpus_steps": sum(fit.num_steps for fit in fits),
@@ -225,26 +236,6 @@ class Calibrations:
         key = self._to_save.pop()
         if key in self._tables:
             self._save_table(key, self._tables[key])
-
-    def _tables_like(self, table: Table) -> tuple[list[Table], list[Table]]:
-        """The tables of every scope with a table's task, drafter and corpus: those in memory, and
-        those that are read from their files."""
-        all_tables = list(self._tables.items())  # which the engine's thread changes meanwhile
-        found = next((key for key, known in all_tables if known is table), None)
-        if found is None:
-            return [table], []
-        tables = {key: known for key, known in all_tables if key[:3] == found[:3]}
-        here = {self._table_file(key) for key in tables}
-        stem = self._table_file((*found[:3], NO_SCOPE))
-        on_disk: list[Table] = []
-        if stem is not None and stem.parent.is_dir():
-            files = {stem, *stem.parent.glob(f"{stem.stem}-*{stem.suffix}")} - here
-            for path in sorted(files)[:MAX_TABLES_TOLD]:
-                kept = copy.deepcopy(table)
-                with contextlib.suppress(ValueError):
-                    kept.restore(path)
-                    on_disk.append(kept)
-        return list(tables.values()), on_disk
 
     # -- files ------------------------------------------------------------------------------
 

@@ -191,24 +191,18 @@ class EngineHost:
                 raise ValueError(f"unknown control {name!r}")
             return controls[name](payload)
 
-        self._answer(call_id, name, call)
+        self._answer(call_id, call)
 
-    def _answer(self, call_id: int, name: str, call: Callable[[], Any]) -> None:
+    def _answer(self, call_id: int, call: Callable[[], Any]) -> None:
         """Send what `call` gives. What that gives to be called takes long: in a thread."""
-        answer: dict[str, Any]
         try:
             value = call()
             if callable(value):
-                self._slow.submit(self._answer, call_id, name, value)
+                self._slow.submit(self._answer, call_id, value)
                 return
-            answer = {"ok": True, "value": value}
-        except Exception as error:
-            answer = {"ok": False, "error": str(error)[:300]}
-        try:
-            self._tell(("control", call_id, answer))
-        except ValueError:  # nothing that msgspec encodes
-            answer = {"ok": False, "error": f"control {name!r} gave no plain value"}
-            self._tell(("control", call_id, answer))
+            self._tell(("control", call_id, {"ok": True, "value": value}))
+        except Exception as error:  # of the control, or nothing that msgspec encodes
+            self._tell(("control", call_id, {"ok": False, "error": str(error)[:300]}))
 
     def _step(self) -> bool:
         """Do one step and send its Deltas. False: the engine cannot go on."""
