@@ -186,9 +186,9 @@ class Calibration:
 
 def write_table(path: Path | str, kind: str, version: int, body: dict[str, Any]) -> None:
     """Write a drafter's counts atomically: a reader sees the old file or the new one, never a
-    part. body: "sources" and arrays by name, as lists."""
+    part. body: arrays by name, as lists, and what else is told."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with replacing(path) as out:
         out.write(json.dumps({"kind": kind, "version": version, **body}).encode())
 

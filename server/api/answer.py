@@ -270,8 +270,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         rejected += [(at + len(ids), source, path) for at, source, path in delta.rejected_drafts]
         ids += delta.token_ids
         logprobs += delta.logprobs
-        if delta.sources:
-            sources += delta.sources
+        sources += delta.sources
     return deltas[-1]._replace(
         token_ids=tuple(ids),
         logprobs=tuple(logprobs),

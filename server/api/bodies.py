@@ -700,7 +700,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidBodyError(f"The body is not UTF-8 (byte {error.start}).") from None
     try:
         value = _JSON.decode(text)
-        if body.count(b"[") + body.count(b"{") > MAX_DEPTH < depth(value, MAX_DEPTH + 1):
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH < extent(value)[0]:
             raise RecursionError
     except json.JSONDecodeError as error:
         raise InvalidBodyError(
@@ -720,19 +720,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def depth(value: Any, most: int) -> int:
-    """Levels of objects and lists, at most `most` (where it stops looking)."""
-    num, level = 0, [value]
-    while num < most and (level := [v for v in level if isinstance(v, (dict, list))]):
-        num += 1
+def extent(value: Any, most: int = MAX_DEPTH + 1) -> tuple[int, int]:
+    """(levels of objects and lists, values) of a value: itself and all within it, at most `most`
+    levels deep, where it stops looking."""
+    num_levels, num_values, level = 0, 1, [value]
+    while num_levels < most and (level := [v for v in level if isinstance(v, (dict, list))]):
         level = [item for v in level for item in (v.values() if isinstance(v, dict) else v)]
-    return num
-
-
-def num_values(value: Any) -> int:
-    """How many values a value is, itself and all within it."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(map(num_values, inner))
+        num_levels, num_values = num_levels + 1, num_values + len(level)
+    return num_levels, num_values
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 from urllib.parse import quote, unquote
 
-from server.api.bodies import depth, num_values, parse_object
+from server.api.bodies import extent, parse_object
 from server.errors import InvalidBodyError, LimitExceededError, UnsupportedFieldError, echoed
 from server.grammar_text import MAX_SOURCE_CHARS
 
@@ -86,7 +86,7 @@ def prepared(schema: Any, at: str, rules: SchemaRules, tool: str = "") -> Any:
     at: where it lies in the body. tool: the name of the tool that has it. Raises
     UnsupportedFieldError, and LimitExceededError for one that is nested too deeply.
     """
-    if depth(schema, MAX_DEPTH + 1) > MAX_DEPTH:
+    if extent(schema, MAX_DEPTH + 1)[0] > MAX_DEPTH:
         raise LimitExceededError(f"nested more than {MAX_DEPTH} levels deep.", at=at)
     schema = _Taken(schema, at, rules.is_lenient, tool).schema(schema, "")
     return close_described(schema) if rules.closes else schema
@@ -556,7 +556,7 @@ class StrictArguments:
             return False
         options = self._options.get(id(schema))
         if options is not None:
-            self._num_steps += num_values(value)
+            self._num_steps += extent(value)[1]
             if _identity(value) not in options:
                 return False
         if "anyOf" in schema and not any(self._matches(s, value) for s in schema["anyOf"]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import json
 import logging
 import time
 from collections import OrderedDict, defaultdict
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from drafters.arrays import Float64
-from drafters.atomic_file import replacing
+from drafters.calibration import write_table
 from drafters.json_text import parsed
 from drafters.shared_counts import added, is_empty, since
 from server.types import NO_SCOPE
@@ -275,8 +274,8 @@ class Calibrations:
         self._to_save += used
         rows = [[*key, *tally.tolist()] for key, tally in self._tallies.items()]
         path = self._folder / "tallies.json"
-        body = {"version": 1, "tallies": rows}
-        self._write_later(partial(self._write, lambda: _write_json(path, body), dirty))
+        write = partial(write_table, path, "tallies", 1, {"tallies": rows})
+        self._write_later(partial(self._write, write, dirty))
 
     def _write(self, write: Callable[[], None], used: set[tuple[str, str, str]]) -> None:
         """In the other thread: write a file, or have it written with the next ones."""
@@ -310,9 +309,3 @@ class Calibrations:
 def digest(*parts: str) -> str:
     """16 hex digits for a file's name: no name of a task or client can be a path."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _write_json(path: Path, body: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with replacing(path) as out:
-        out.write(json.dumps(body).encode())

@@ -53,8 +53,7 @@ from server.api.bodies import (
     Kinds,
     ModelName,
     content_schema,
-    depth,
-    num_values,
+    extent,
     refuse_members,
 )
 from server.api.engines.submission import RequestAccount, Submission
@@ -134,7 +133,8 @@ class Question:
 
 def json_text(data: Any, at: str) -> str:
     """JSON as a model reads it. Raises LimitExceededError for a value too deep or too large."""
-    if depth(data, MAX_JSON_DEPTH + 1) > MAX_JSON_DEPTH or num_values(data) > MAX_JSON_VALUES:
+    num_levels, num_values = extent(data)
+    if num_levels > MAX_JSON_DEPTH or num_values > MAX_JSON_VALUES:
         raise LimitExceededError(
             f"at most {MAX_JSON_DEPTH} levels and {MAX_JSON_VALUES} values.", at=at
         )
@@ -577,7 +577,8 @@ class QuestionFace(Face):
         context = self.context
         body: Any = await context.body(request, self.body)
         target = context.target(request, body.model)
-        questions, text, at = self.asked(body)
+        asked = context.orders.work(lambda: self.asked(body), body.num_bytes)
+        questions, text, at = await asked
         prefix = f"{self.id_prefix}{secrets.token_hex(12)}"
         requests = await self.requests(text, at, questions, target, prefix)
         submissions: list[Submission] = []
