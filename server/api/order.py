@@ -198,9 +198,8 @@ class Orders:
         speculation = speculation_of(body, task, self._drafters, self.catalog)
         if body.prediction is not None:
             speculation["prediction_ids"] = await self._prediction_ids(body.prediction, target)
-        marks = body.context or task.speculation.context
-        if "drafter" not in speculation:
-            marks = None
+        drafts = "drafter" in speculation
+        marks = (body.context or task.speculation.context) if drafts else None
         vocabulary = vocabulary_of(body, task)
         timeout_s = tighter(self.limits.queue_timeout_s, task.limits.queue_timeout_s)
         echo_logprobs = [body.prompt_logprobs, generation.logprobs if generation.echo else None]

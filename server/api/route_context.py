@@ -189,8 +189,7 @@ class RouteContext:
         self.client = client
 
     async def body(self, request: HttpRequest, model: type[_P]) -> _P:
-        """The request's body as a `model`. Raises what read_body, parse_object and validate
-        raise."""
+        """The request's body as a `model`. Raises what reading and checking it raise."""
         limits = self.limits
         raw = await read_body(request, limits.max_body_bytes, limits.body_timeout_s)
         # Read sixteen times as fast as it is tokenized.

@@ -442,9 +442,6 @@ class ChosenTools:
     num_chars: int
 
 
-NO_TOOLS = ChosenTools(None, {}, {}, must_call=False, parallel=False, num_chars=0)
-
-
 def chosen_tools(
     tools: Sequence[Tool], choice: Any, rules: SchemaRules, *, parallel: bool, nests: bool = True
 ) -> ChosenTools:
@@ -476,7 +473,7 @@ def chosen_tools(
         shown.append({"type": "function", "function": entry})
     mode, allowed = _choice(choice, list(schemas), nests)
     if mode == "none" or not schemas:
-        return NO_TOOLS
+        return ChosenTools(None, {}, {}, must_call=False, parallel=False, num_chars=0)
     for tool in tools:  # where arguments may be anything, a schema is only shown
         if tool.name in allowed and (mode == "required" or tool.strict):
             closes = rules.closes or not tool.parameters

@@ -577,8 +577,7 @@ class QuestionFace(Face):
         context = self.context
         body: Any = await context.body(request, self.body)
         target = context.target(request, body.model)
-        asked = context.orders.work(lambda: self.asked(body), body.num_bytes)
-        questions, text, at = await asked
+        questions, text, at = await context.orders.work(lambda: self.asked(body), body.num_bytes)
         prefix = f"{self.id_prefix}{secrets.token_hex(12)}"
         requests = await self.requests(text, at, questions, target, prefix)
         submissions: list[Submission] = []
