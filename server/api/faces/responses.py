@@ -147,9 +147,10 @@ class KeptItems:
 
     def find(self, tenant: str, item_id: Any) -> Item | None:
         """The item of an answer to this key, None where it is not kept."""
-        if not isinstance(item_id, str):
+        items = self._of.get(tenant)
+        if items is None or not isinstance(item_id, str):
             return None
-        return self._of.get(tenant, {}).get(item_id, (None, 0))[0]
+        return items.get(item_id, (None, 0))[0]
 
 
 def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: None) -> Chat:
