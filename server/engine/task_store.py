@@ -137,7 +137,8 @@ class Exchange(Protocol):
 
 
 MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
-MAX_FILES = 256  # learned files in an engine's folder; the oldest go first
+MAX_FILES = 256  # learned files in an engine's folder; of salts, which clients invent, go first
+_OF_SALT = "~"  # in such a file's name
 MAX_HELD_TOKENS = 1_000_000  # in all reservoirs in memory and their layers
 
 
@@ -187,12 +188,16 @@ class Reservoir:
         self.outputs = outputs
 
     def save(self, path: Path) -> bool:
-        """Write it; of too many files of the folder the oldest go. Whether that was possible."""
+        """Write it; of too many files of the folder those of salts go first, then the oldest.
+        Whether that was possible."""
         key = self.wanted.key
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.outputs.save(path, fingerprint=self.fingerprint, scope=digest(*key))
-            files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
+            files = sorted(
+                path.parent.glob("learned-*.bin"),
+                key=lambda p: (_OF_SALT not in p.name, p.stat().st_mtime),
+            )
             for old in files[: max(0, len(files) - MAX_FILES)]:
                 old.unlink(missing_ok=True)
             return True
@@ -429,7 +434,8 @@ class TaskStore:
     def _learned_file(self, key: Key) -> Path | None:
         if self._folder is None or self._exchange is not None:
             return None
-        return self._folder / f"learned-{digest(key[0])}-{digest(key[1])}.bin"
+        of_salt = "" if key[1].endswith("\0") else _OF_SALT
+        return self._folder / f"learned-{digest(key[0])}-{digest(key[1])}{of_salt}.bin"
 
     # -- the worker -------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from drafters import make_drafter
 from drafters.auto.trust import Trust
 from drafters.corpus import build_corpus
 from drafters.learned import FORMAT, LearnedOutputs
+from server.engine import task_store
 from server.engine.calibrations import MAX_SEEN
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
@@ -285,6 +286,22 @@ def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
     engine.close()
     assert len(_kept(tmp_path)) == 3
     assert len(list(tmp_path.glob("calibration-*.json"))) == 1
+
+
+def test_salts_that_others_invent_cost_a_key_none_of_what_it_learned(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_store, "MAX_FILES", 3)
+    first = start(tmp_path)
+    finish(first, *_wave("a", 3, tenant="a"))
+    for i in range(5):
+        finish(first, _request(f"b{i}", [9, 9], tenant="b", cache_salt=f"{i}"))
+    first.close()
+    assert len(list(tmp_path.glob("learned-*"))) == 3
+    second = start(tmp_path)
+    second.submit(_request("mine", [2, 3], tenant="a"))
+    _memory(second).wait()
+    assert ("task", scope_of("a", "")) in _memory(second).layers
 
 
 def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start) -> None:
