@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from server.errors import CacheFolderError, IntegrityError
 MARKER = "tailor.json"
 """The file in a converted folder that says what it was made of, and the hashes of the others."""
 
+_UNCHECKED = re.compile(rf"{re.escape(MARKER)}|chat_template\.jinja|[0-9a-f]{{32}}\.(json|ropes)")
 _MAX_REMEMBERED = 400
 
 _DISK_ERRORS = frozenset(
@@ -171,12 +173,13 @@ def remembered_sha256(path: Path) -> str:
 
 
 def hashes_of(folder: Path) -> dict[str, str]:
-    """sha256 of every file of a folder, by name, but of its marker and of the chat template, in
-    whose place an operator may put another."""
+    """sha256 of every file of a folder, by name, but of its marker, of what known_config.py keeps,
+    which is checked where it is read and made anew, and of the chat template, in whose place an
+    operator may put another."""
     return {
         file.name: sha256_of(file)
         for file in sorted(folder.iterdir())
-        if file.is_file() and file.name not in (MARKER, "chat_template.jinja")
+        if file.is_file() and not _UNCHECKED.fullmatch(file.name)
     }
 
 
