@@ -161,7 +161,7 @@ def _from_server(
         for line, turn in turns.items()
     )
     texts: dict[int, str | None] = dict.fromkeys(turns)
-    num_refused = 0  # of which the first is told
+    is_told = False  # why the first that is refused is
     with (
         Caller(call.endpoint(), num_open=source.concurrency, timeout_s=call.timeout) as caller,
         Bar() as bar,
@@ -169,9 +169,9 @@ def _from_server(
         caller.check_task(source.task)
         for done, (line, answer) in enumerate(caller.answers(asked), 1):
             if isinstance(answer, RefusedError):
-                if not num_refused:
+                if not is_told:
                     bar.say(f"line {line} is refused: {answer}")
-                num_refused += 1
+                is_told = True
             else:
                 with suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):
                     texts[line] = _text_of(answer.json()["choices"][0])
