@@ -6,7 +6,12 @@ import configparser
 import json
 import os
 import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -42,6 +47,32 @@ def test_every_copy_has_its_source_and_the_server_is_not_root(file: Path) -> Non
         assert all(isinstance(word, str) for word in json.loads(last[name]))
     assert "127.0.0.1" not in last["CMD"]  # a container's own loopback is nobody else's
     assert json.loads(last["VOLUME"]) == ["/var/cache/tailor"]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_the_health_check_asks_the_server_itself_for_its_status(file: Path) -> None:
+    """Docker gives its client's proxy to each container."""
+    told = dict(prove.instructions(file.read_text()))["HEALTHCHECK"]
+    words = prove.exec_form(told.partition("CMD")[2])[1:]
+
+    class Answer(BaseHTTPRequestHandler):
+        statuses: ClassVar[list[int]] = [503, 200]
+
+        def do_GET(self) -> None:
+            assert self.path == "/ready"
+            self.send_response(self.statuses.pop(0))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = str(server.server_port)
+        command = [sys.executable, *(word.replace("8000", port) for word in words)]
+        proxy = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+        found = [subprocess.run(command, env=proxy, check=False).returncode for _ in range(2)]
+        server.shutdown()
+    assert found == [1, 0]
 
 
 def pins() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,15 @@ def test_every_container_has_limits_of_whole_cores_and_memory(kind: str) -> None
     for container in _containers(kind):
         limits = container["resources"]["limits"]
         assert int(limits["cpu"]) >= 1 and limits["memory"].endswith("Gi")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_alert_on_a_server_that_is_down_knows_the_job_of_the_pod_monitor(kind: str) -> None:
+    """Which the Prometheus operator calls NAMESPACE/NAME."""
+    rules = (FOLDER.parents[1] / "configs/prometheus/rules/alerts.yml").read_text()
+    (jobs,) = re.findall(r'up\{job=~"(.+)"\}', rules)
+    name = _one(kind, "PodMonitor")["metadata"]["name"]
+    assert re.fullmatch(jobs, f"{_kustomization(kind)['namespace']}/{name}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
