@@ -2,8 +2,8 @@
 files, and the data.
 
 The pages are static files in this package (server/api/page): no build step, nothing from other
-hosts, and a content security policy that allows neither. The files hold no data and need no key;
-what the page shows comes from `snapshot` at /dashboard/data, which needs one when there are any.
+hosts, and a content security policy that allows neither. The files hold no data; what the page
+shows comes from `snapshot` at /dashboard/data. All of it needs a key when there are any.
 
 The page reads a JSON route and not /metrics: an answer of this route is about a thirtieth of
 /metrics, which matters for a page that is open all day; it also has the open requests, which are no

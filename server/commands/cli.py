@@ -124,7 +124,7 @@ COMMANDS = (
         "models prior",
         "models:prior",
         "learn what a model says next from texts that it writes itself, so that `auto` drafts "
-        "where no text is known; minutes, once a model",
+        "where no text is known; half an hour of two cores, once a model",
         "tailor models prior smollm2-135m-instruct",
     ),
     Command(

@@ -128,9 +128,9 @@ class IdOptions:
 class SamplingOptions:
     """How outputs are drawn. None: the default of the command or task."""
 
-    max_tokens: Annotated[int | None, bounded("longest output (the task's, else 256)", gte=1)] = (
-        None
-    )
+    max_tokens: Annotated[
+        int | None, bounded("longest output (the task's or what the data needs, else 256)", gte=1)
+    ] = None
     temperature: Annotated[
         float | None, bounded("0 is greedy (the task's on a server, else 0)", gte=0, lte=2)
     ] = None

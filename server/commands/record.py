@@ -61,7 +61,8 @@ class PromptOptions:
     """The prompts, and how many are asked at once."""
 
     data: Annotated[
-        Path, Parameter(metavar="FILE", help="JSON lines with a prompt, or with prompt_ids")
+        Path,
+        Parameter(metavar="FILE", help="JSON lines, CSV or Parquet with a prompt; or prompt_ids"),
     ]
     prompt_field: PromptField = "prompt"
     limit: Annotated[int | None, bounded("only the first N prompts", gte=1)] = None
