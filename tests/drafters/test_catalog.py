@@ -170,3 +170,5 @@ def test_the_table_of_the_page_is_the_catalog_s() -> None:
         PAGE.write_text(text[:begin] + expected + text[end:], encoding="utf-8")
         return
     assert text[begin:end] == expected, "run this test once with TAILOR_WRITE_README=1"
+    told = re.findall(r"^\| `Need\.(\w+)` \| (?:`(\w+)`)?", text, re.MULTILINE)
+    assert dict(told) == {n.name: n.value for n in Need} | {"PREDICTION": ""}

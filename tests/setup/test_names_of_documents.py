@@ -147,3 +147,5 @@ def test_modules_that_a_page_names_alone_exist() -> None:
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         missing = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", text)) - known
         assert not missing, f"docs/{page}: {missing}"
+        for name, path in re.findall(r"`(\w+)` in\s+`([\w/]+/\w+\.py)`", text):
+            assert re.search(rf"\b{name}\b", (ROOT / path).read_text("utf-8")), (page, name, path)

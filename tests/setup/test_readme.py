@@ -70,6 +70,8 @@ def _bounds(field: Any) -> str:
     choices = [str(c) for c in get_args(field.annotation) if isinstance(c, str | int)]
     for argument in get_args(field.annotation):
         choices += [c for c in get_args(argument) if isinstance(c, str)]
+    if choices and bool in get_args(field.annotation):
+        choices = ["true", "false", *choices]
     if choices:
         told = " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
     return f" ({told})" if told else ""
