@@ -61,8 +61,7 @@ class PromptOptions:
     """The prompts, and how many are asked at once."""
 
     data: Annotated[
-        Path,
-        Parameter(metavar="FILE", help="JSON lines, CSV or Parquet with a prompt; or prompt_ids"),
+        Path, Parameter(metavar="FILE", help="JSON lines, CSV or Parquet with prompts or their ids")
     ]
     prompt_field: PromptField = "prompt"
     limit: Annotated[int | None, bounded("only the first N prompts", gte=1)] = None
