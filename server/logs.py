@@ -77,8 +77,8 @@ def configure(
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
-    # The server logs the same itself, or it is noise.
-    logging.getLogger("uvicorn").setLevel(logging.WARNING if level == "info" else logging.NOTSET)
+    for name in ("uvicorn", "httpx"):  # the server logs the same itself, or it is noise
+        logging.getLogger(name).setLevel(logging.WARNING if level == "info" else logging.NOTSET)
 
 
 def _handler(stream: TextIO) -> logging.Handler:

@@ -10,6 +10,7 @@ _WRITES = """
 import logging, sys
 from server import logs
 logs.configure("json", "info")
+logging.getLogger("httpx").info("HTTP Request: GET ...")
 log = logging.getLogger("tailor.test")
 for number in range(2000):
     log.info("line", extra={"number": number, "text": "x" * 100})
@@ -34,6 +35,7 @@ def test_a_pipe_that_nobody_reads_loses_lines_and_stops_nobody() -> None:
             process.kill()
     whole = [json.loads(line) for line in lines if line.endswith("}") or line.endswith("}\n")]
     numbers = [line["number"] for line in whole if "number" in line]
+    assert "HTTP Request" not in first
     assert numbers == [*range(len(numbers) - 1), 2000] and 100 < len(numbers) < 2000
     [dropped] = [line["event"] for line in whole if "dropped" in line["event"]]
     assert dropped.startswith(f"{2000 - len(numbers) + 1} lines before this one were dropped")
