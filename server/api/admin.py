@@ -292,6 +292,8 @@ log = logging.getLogger("tailor.tasks")
 
 REPORT_TIMEOUT_S = 10.0
 MAX_EXAMPLES = 1_000_000
+MAX_EXPECTED_TASKS = 64
+"""With more tasks, their series appear with their first request: each task has some 400 samples."""
 _MIN_COMPARED = 60  # steps before the answer says whether a corpus fits; `auto` judges earlier
 
 
@@ -489,7 +491,7 @@ class TaskRoutes:
         self._client = context.client
         self._limits = context.limits
         self._admin = admin
-        self._note_sizes()
+        self._note_tasks()
 
     # -- what is there ----------------------------------------------------------------------
 
@@ -565,18 +567,20 @@ class TaskRoutes:
     def follow(self, tasks: Mapping[str, TaskConfig]) -> None:
         """Use these tasks for new requests."""
         self._catalog.replace_tasks(tasks)
-        self._note_sizes()
+        self._note_tasks()
 
     async def _serve(self, tasks: Mapping[str, TaskConfig]) -> None:
         """`follow`, and the engines make drafters anew for them."""
         self.follow(tasks)
         await self._client.tell("drafters_reload", None)
 
-    def _note_sizes(self) -> None:
-        sizes = {name: self._corpus(task) for name, task in self._catalog.tasks.items()}
-        self._client.metrics.corpus_sizes(
-            {name: 0 if size is None else size.tokens for name, size in sizes.items()}
-        )
+    def _note_tasks(self) -> None:
+        metrics, tasks = self._client.metrics, self._catalog.tasks
+        sizes = {name: self._corpus(task) for name, task in tasks.items()}
+        metrics.corpus_sizes({n: 0 if size is None else size.tokens for n, size in sizes.items()})
+        for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
+            model = self._catalog.models[task.model or self._catalog.default_model]
+            metrics.expect(task.name, task.speculation.drafter, model.name)
 
     async def _report(self, task: TaskConfig) -> _Report:
         """What the engines of a task's model know of it, summed. Engines that do not answer in

@@ -68,9 +68,6 @@ from server.metrics import Metrics
 
 _ANY_QUERY = OPEN_PATHS | {"/metrics", ROOT_PATH}
 
-MAX_EXPECTED_TASKS = 64
-"""With more tasks, their series appear with their first request: each task has some 400 samples."""
-
 
 def create_app(
     config: ServerConfig,
@@ -88,13 +85,10 @@ def create_app(
     task_admin: changes tasks for the admin routes and holds the adapters, if there are any; None:
     tasks can only be read. key_use: keeps the account of an API key.
     """
-    metrics = client.metrics
     keys = Keyring([ApiKey.from_config(key) for key in config.keys], key_use)
     adapters = None if task_admin is None else task_admin.adapters
     catalog = Catalog(tasks, models, {} if adapters is None else adapters.served)
     orders = Orders(catalog, drafters, config.limits)
-    for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
-        metrics.expect(task.name, task.speculation.drafter, catalog.find(task.name)[1].name)
     paths: set[str] = set()
     history = History(lambda: snapshot(client, View()))
     has_page = config.dashboard.enabled
@@ -106,7 +100,7 @@ def create_app(
         redirect_slashes=False,
         dependencies=[Depends(query_check(_ANY_QUERY))],
         lifespan=_life(orders, client, history if has_page else None),
-        middleware=_middleware(config, metrics, paths, traces, keys),
+        middleware=_middleware(config, client.metrics, paths, traces, keys),
     )
     app.add_exception_handler(TailorError, _tailor_error)
     app.add_exception_handler(HTTPException, _http_error)

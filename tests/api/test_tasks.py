@@ -486,6 +486,8 @@ def test_a_reload_changes_what_new_requests_get(live: LiveServer, place: Place) 
     told = call(live, "POST", "/v1/tasks/reload")
     assert told["added"] == ["fresh"] and told["removed"] == ["limited"]
     assert told["changed"] == ["sql"]
+    # Before its first request: a rate needs the 0 that its first error is counted from.
+    assert b'outcome="error",task="fresh"} 0.0' in live.metrics.exposition()
     answer = live.post("/v1/completions", "the-team-key", model="sql").json()
     assert answer["usage"]["completion_tokens"] == 3
     names = [m["id"] for m in call(live, "GET", "/v1/models", headers=TEAM)["data"]]
