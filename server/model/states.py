@@ -48,13 +48,12 @@ class StatePlan(NamedTuple):
 class StatePlaces:
     """Which of num_states states is of which slot; the states themselves are a device's.
 
-    in_place: whether a state inside a block is overwritten by the one that follows it; else that
-    takes another place, so that a step may run twice. Used from one thread at a time.
+    A state takes another place than the one that it goes on from, so that a step may run twice.
+    Used from one thread at a time.
     """
 
-    def __init__(self, num_states: int, block_size: int, *, in_place: bool = True) -> None:
+    def __init__(self, num_states: int, block_size: int) -> None:
         self._block_size = block_size
-        self._in_place = in_place
         self._by_slot: OrderedDict[int, int] = OrderedDict()  # the oldest use first
         self._free = list(range(num_states))
         self._pending: list[tuple[int, int]] = []
@@ -116,16 +115,10 @@ class StatePlaces:
         source, after = self._latest(table, first) if replays else (-1, first)
         self._sources.add(source)
         before = edge = edge_row = destination = -1
-        # Nobody else begins inside a block.
-        is_own = source >= 0 and after % self._block_size != 0 and linear.size > 0
-        if is_own and self._in_place:
-            slot = self._slot(table, after - 1)
-            del self._by_slot[slot]
-            destination = source
-            self._pending.append((self._slot(table, first + linear.size - 1), destination))
-        elif linear.size:
+        if linear.size:
             destination = self._take(self._slot(table, first + linear.size - 1))
-            if is_own and destination >= 0:
+            # Nobody else begins inside a block.
+            if source >= 0 and after % self._block_size != 0 and destination >= 0:
                 self._replaced.append(self._slot(table, after - 1))
         if first - after >= _WORTH_KEEPING:
             before = self._take(self._slot(table, first - 1))

@@ -198,7 +198,7 @@ class DeltaStates:
         rule: DeltaRule,
         device: torch.device,
     ) -> None:
-        self._places = StatePlaces(num_states(max_num_seqs), block_size, in_place=False)
+        self._places = StatePlaces(num_states(max_num_seqs), block_size)
         self._rule = rule
         self._block_size = block_size
         self._nets = nets

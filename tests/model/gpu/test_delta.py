@@ -81,7 +81,7 @@ def test_drafts_shared_blocks_and_preemption_change_no_text() -> None:
 
 def test_a_step_may_run_twice_and_a_failed_one_leaves_nothing() -> None:
     """As graphs need: no state that a step begins from is one that it writes."""
-    places = StatePlaces(6, BLOCK_SIZE, in_place=False)
+    places = StatePlaces(6, BLOCK_SIZE)
     table = Pages(8).sequence(64)
 
     def planned(first: int, num: int) -> Any:
