@@ -403,11 +403,12 @@ def open_table(folder: Path) -> tuple[Any, TokenBytes, int]:
     config = parsed((folder / "config.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     # Of the tokenizer as its file has it: the server's table has this fingerprint.
-    table = token_bytes.build(tokenizer, int(config["vocab_size"]))
+    text = config.get("text_config") or config  # of a multimodal model, which may say no size
+    table = token_bytes.build(tokenizer, text.get("vocab_size"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     generation = folder / "generation_config.json"
-    eos = config.get("eos_token_id")
+    eos = text.get("eos_token_id", config.get("eos_token_id"))
     if generation.is_file():
         eos = parsed(generation.read_text(encoding="utf-8")).get("eos_token_id", eos)
     if isinstance(eos, list):

@@ -210,3 +210,14 @@ def test_a_table_is_the_server_s_though_the_tokenizer_would_cut_texts(folder: Pa
     served = served_model(ModelConfig(name="m", path="m"), folder, None)
     assert table.fingerprint == served.table.fingerprint
     assert len(tokenizer.encode("a" * 100).ids) == len(served.tokenizer.encode("a" * 100).ids) > 16
+
+
+def test_a_multimodal_model_s_table_is_that_of_its_text_part(folder: Path) -> None:
+    _, table, eos = open_table(folder)
+    plain = json.loads((folder / "config.json").read_text())
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "config.json").write_text(json.dumps({"text_config": plain}))
+    _, found, eos_found = open_table(folder)
+    assert (found.fingerprint, found.vocab_size, eos_found) == (
+        table.fingerprint, table.vocab_size, eos
+    )  # fmt: skip
