@@ -32,6 +32,8 @@ _ID = 1000
 class PacedRunner:
     """A Runner that draws one id everywhere. info: of the model that it stands for."""
 
+    head_row_bytes = 0
+
     def __init__(self, info: ModelInfo, rate: float) -> None:
         # What is measured of it is kept apart from the model's.
         self.info = replace(info, fingerprint=f"paced-{rate:g}")

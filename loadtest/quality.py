@@ -86,7 +86,7 @@ from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.quality import METRICS, estimate, exact, f1
 from server.commands.record import Answer, Prompt, answered, ask_engine, in_order
 from server.datasets import ExampleReader, tokenize_in_place
-from server.engine.batch import AdaptingRunner, Runner
+from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.model.scoring import Scores, Text, compare, score
 from server.types import SamplingParams, SpeculationParams, VocabularyParams
@@ -250,8 +250,6 @@ def damage(*, options: FormOptions, results: ResultOptions = _RESULTS) -> int:
     for places in ((None,), (-1, 0)):  # the base alone; beside the adapter: without it, with it
         with scorer(options, "float32") as (runner, texts):
             if places != (None,):
-                if not isinstance(runner, AdaptingRunner):
-                    raise ValueError(f"{options.model}: its runner holds no adapters")
                 runner.hold_adapter(0, runner.pack_adapter(str(options.adapter)))
             scores += [score(runner, texts, adapter=place) for place in places]
     base, off, on = scores

@@ -169,6 +169,7 @@ class NullRunner:
     have taken so long that what the host does is nothing beside it."""
 
     max_in_flight = 1  # which engines once asked for
+    head_row_bytes = 0
     step_s = 1000.0
     own_s = 0.0
     """What drawing took, of all steps."""
@@ -243,7 +244,7 @@ def _engine(num_choices: int, drafter: str) -> tuple[Any, NullRunner]:
 
     made = {} if drafter == "off" else {drafter: make_drafter(drafter)}
     settings = EngineSettings(max_num_seqs=num_choices, max_num_batched_tokens=512)
-    runner = NullRunner(_info(max_num_seqs=num_choices))
+    runner: Any = NullRunner(_info(max_num_seqs=num_choices))
     # Nodes cost nothing, so that all choices draft in every step, whatever the machine does.
     cost = _cost_table([1, 512], [NullRunner.step_s] * 2)
     engine = Engine(runner, made, settings, cost=cost)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafters.auto.copying import Pieces
-from server.engine.batch import AdaptingRunner, PackedAdapter, Runner
+from server.engine.batch import PackedAdapter, Runner
 from server.engine.grammar import GrammarCompiler
 from server.token_bytes import TokenBytes
 from server.types import AdapterOrder
@@ -107,10 +107,9 @@ class AdapterShelf:
     """
 
     def __init__(self, runner: Runner, most: int) -> None:
-        """most: adapters in memory at once. A runner that is no AdaptingRunner refuses all of
-        them."""
+        """most: adapters in memory at once."""
         self.read: Reader = lambda _: Vocabulary()
-        self._runner = runner if isinstance(runner, AdaptingRunner) else None
+        self._runner = runner
         self._most = most
         self.known: OrderedDict[str, Adapter] = OrderedDict()  # the one used longest ago first
         self._free = list(range(most - 1, -1, -1))
@@ -140,12 +139,7 @@ class AdapterShelf:
     # -- what is known ----------------------------------------------------------------------
 
     def register(self, order: AdapterOrder, *, load: bool = True) -> None:
-        """Add an adapter. load: read its weights as well, where there is room.
-
-        Raises ValueError where this engine computes no adapters.
-        """
-        if self._runner is None:
-            raise ValueError("this engine computes no adapters")
+        """Add an adapter. load: read its weights as well, where there is room."""
         adapter = self.known.setdefault(order.adapter_id, Adapter(order))
         is_new = bool(adapter.problem) or (adapter.vocabulary is None and adapter.reading is None)
         adapter.order, adapter.problem, adapter.forgotten = order, "", False
@@ -214,7 +208,6 @@ class AdapterShelf:
                 self._place(adapter, packed)
 
     def _place(self, adapter: Adapter, packed: Future[PackedAdapter]) -> None:
-        assert self._runner is not None
         try:
             weights = packed.result()
             if adapter.problem or weights.vocab_size != adapter.order.vocab_size:
@@ -236,7 +229,6 @@ class AdapterShelf:
         self._let_go(adapter)
 
     def _load(self, adapter: Adapter) -> None:
-        assert self._runner is not None
         if adapter.vocabulary is None and adapter.reading is None:
             adapter.reading = self._threads.submit(self.read, adapter.order)
         adapter.packed = self._threads.submit(self._runner.pack_adapter, adapter.order.folder)
@@ -264,7 +256,6 @@ class AdapterShelf:
         return True
 
     def _drop(self, adapter: Adapter) -> None:
-        assert self._runner is not None
         self._runner.drop_adapter(adapter.place)
         self._free.append(adapter.place)
         self._count(adapter, num_bytes=-adapter.num_bytes)

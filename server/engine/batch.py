@@ -149,7 +149,7 @@ class Batch:
 
     num_prefill_rows, num_draft_rows: of the R rows, for metrics and the cost table.
 
-    seq_adapters: None, or int32 [S]: the place of each sequence's adapter (AdaptingRunner), -1 for
+    seq_adapters: None, or int32 [S]: the place of each sequence's adapter (Runner), -1 for
       the base model. None in a step without adapters.
     """
 
@@ -246,10 +246,31 @@ def likeliest_first(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tupl
     return tuple(sorted(zip(ids, logprobs, strict=True), key=lambda pair: -pair[1]))
 
 
+class PackedAdapter(Protocol):
+    """An adapter as its runner computes it. vocab_size: ids that a request with it may have.
+    num_bytes: its memory."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class Runner(Protocol):
-    """Batch -> one id per draw. Owns the device, the weights and the paged KV memory."""
+    """Batch -> one id per draw. Owns the device, the weights and the paged KV memory.
+
+    It restricts its LM head to slices, and verifies what was drawn from one. For that it holds
+    tables (one T each, in id order, under the engine's number) and one pool of dynamic rows. And it
+    computes several adapters of its base model in one Batch; a row of a sequence without adapter
+    has the bits that it has in a Batch without any. Calls that change tables, rows or adapters are
+    ordered after the last launched step and before the next one; none may be made while a step is
+    in flight.
+    """
 
     info: ModelInfo
+    head_row_bytes: int
+    """Bytes of one row of the LM head."""
 
     def launch(self, batch: Batch) -> None:
         """Start a step, where none is in flight. Returns as soon as it can; no host sync on a GPU.
@@ -266,33 +287,6 @@ class Runner(Protocol):
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copy whole blocks (the tail block of a fork). Same order as move_slots."""
-
-    def close(self) -> None:
-        """Release the device. Idempotent."""
-
-
-@runtime_checkable
-class StateRunner(Runner, Protocol):
-    """A Runner that tells what its LM head was given, for drafters that read it
-    (drafters.base.StateSession). Nothing is computed for it. The one on CUDA does not tell: its
-    states stay on the device."""
-
-    def last_states(self, draws: Int32) -> Float32:
-        """The LM head's inputs, float32 [n, hidden size], of draws of the step that was last waited
-        for. A copy. Called before the next launch."""
-
-
-@runtime_checkable
-class SlicingRunner(Runner, Protocol):
-    """A Runner that can restrict its LM head to slices and verify what was drawn from one.
-
-    It holds tables (one T each, in id order, under the engine's number) and one pool of dynamic
-    rows. All calls are ordered after the last launched step and before the next one; none may be
-    made while a step is in flight.
-    """
-
-    head_row_bytes: int
-    """Bytes of one row of the LM head."""
 
     def load_table(self, table: int, token_ids: Int32) -> None:
         """Make the head rows of ascending ids resident under a number that is free."""
@@ -312,35 +306,6 @@ class SlicingRunner(Runner, Protocol):
         that belongs to the same sequence. Raises DrawError as wait() does.
         """
 
-
-class PackedAdapter(Protocol):
-    """An adapter as its runner computes it. vocab_size: ids that a request with it may have.
-    num_bytes: its memory."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
-@runtime_checkable
-class MeasuredRunner(Runner, Protocol):
-    """A Runner that may be on an accelerator."""
-
-    def device_figures(self) -> DeviceFigures | None:
-        """How full and how busy its device is; None on a CPU. For whoever reads metrics: the
-        driver's answer may take as long as a step."""
-
-
-@runtime_checkable
-class AdaptingRunner(Runner, Protocol):
-    """A Runner that computes several adapters of its base model in one Batch. hold_adapter and
-    drop_adapter are called while no step is in flight.
-
-    A row of a sequence without adapter has the bits that it has in a Batch without any.
-    """
-
     def check_adapter(self, folder: str) -> bool:
         """Whether an adapter's head has rows of its own; reads no weights. From any thread.
         Raises ModelError and its kin for one that this runner cannot compute."""
@@ -354,6 +319,29 @@ class AdaptingRunner(Runner, Protocol):
 
     def drop_adapter(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine."""
+
+    def close(self) -> None:
+        """Release the device. Idempotent."""
+
+
+@runtime_checkable
+class StateRunner(Runner, Protocol):
+    """A Runner that tells what its LM head was given, for drafters that read it
+    (drafters.base.StateSession). Nothing is computed for it. The one on CUDA does not tell: its
+    states stay on the device."""
+
+    def last_states(self, draws: Int32) -> Float32:
+        """The LM head's inputs, float32 [n, hidden size], of draws of the step that was last waited
+        for. A copy. Called before the next launch."""
+
+
+@runtime_checkable
+class MeasuredRunner(Runner, Protocol):
+    """A Runner that may be on an accelerator."""
+
+    def device_figures(self) -> DeviceFigures | None:
+        """How full and how busy its device is; None on a CPU. For whoever reads metrics: the
+        driver's answer may take as long as a step."""
 
 
 NO_TOKEN_LEFT = "no token is left to draw: the request's constraints exclude all ids"

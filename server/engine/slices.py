@@ -35,7 +35,6 @@ from server.engine.batch import (
     HeadSlice,
     Int32,
     Runner,
-    SlicingRunner,
     UInt32,
 )
 from server.engine.build import Built, as_wide
@@ -273,10 +272,10 @@ class SliceBook:
         capacity: int,
         slices_only: bool = False,
     ) -> None:
-        """capacity: dynamic rows. A runner that is no SlicingRunner refuses every slice.
-        slices_only: all other modes are refused."""
+        """capacity: dynamic rows. profiles: None refuses every slice. slices_only: all other modes
+        are refused."""
         self.control = control
-        self._runner = runner if isinstance(runner, SlicingRunner) else None
+        self._runner = runner
         self._vocab_size = runner.info.vocab_size
         self._profiles = profiles
         self.index = SliceCacheIndex(capacity)
@@ -307,7 +306,7 @@ class SliceBook:
             )
         if asked.mode == "full":
             return None
-        if self._runner is None or self._profiles is None:
+        if self._profiles is None:
             return "vocabulary slices are not available on this device", "unsupported_parameter"
         if asked.profile is None:
             return (
@@ -378,7 +377,6 @@ class SliceBook:
         head = sequence.head
         if head is None or head.where is not None:
             return
-        assert self._runner is not None
         if head.mode == "exact":
             self.control.add(head.key, head.slice.num_ids, head.miss_rate)
         try:
@@ -402,7 +400,7 @@ class SliceBook:
     def extend(self, sequence: Sequence, token_id: int) -> None:
         """Add a missed id to a slice (`exact` only) and to those of its scope that begin later."""
         head = sequence.head
-        assert head is not None and head.mode == "exact" and self._runner is not None
+        assert head is not None and head.mode == "exact"
         learned = self._learned.setdefault(head.key, OrderedDict())
         self._learned.move_to_end(head.key)
         if len(self._learned) > _MAX_SCOPES:
@@ -434,7 +432,6 @@ class SliceBook:
             self._drop_old()
 
     def _load_table(self, head: SequenceHead) -> None:
-        assert self._runner is not None
         if head.profile not in self._tables:
             self._runner.load_table(self._next_table, head.static.ids.copy())
             self._tables[head.profile] = self._next_table
@@ -443,7 +440,6 @@ class SliceBook:
 
     def _drop_old(self) -> None:
         """Forget tables of replaced profile versions, once no sequence uses them."""
-        assert self._runner is not None
         wanted = set(self._newest.values())
         for key in [k for k in self._tables if k not in wanted]:
             if self.index.drop_profile(key):
@@ -451,7 +447,6 @@ class SliceBook:
 
     def _load_rows(self, sequence: Sequence, head: SequenceHead, placement: Placement) -> None:
         """Copy the rows that a placement lists. Raises MemoryError; then none of them is cached."""
-        assert self._runner is not None
         if placement.num_loads:
             try:
                 self._runner.load_rows(placement.load_ids, placement.load_positions)
@@ -593,7 +588,6 @@ class SliceBook:
 
         Raises DrawError and what the runner raises.
         """
-        assert self._runner is not None
         return self._runner.verify(*self._check_batch(sequences))
 
     def observe_verify(self, sequences: SequenceOf[Sequence], seconds: float) -> list[int]:
@@ -670,4 +664,4 @@ class SliceBook:
     @property
     def num_bytes(self) -> int:
         """Bytes of these rows."""
-        return self.num_rows * (self._runner.head_row_bytes if self._runner is not None else 0)
+        return self.num_rows * self._runner.head_row_bytes

@@ -58,7 +58,7 @@ def prompt_batch(text: Text, first: int = 0, most: int | None = None) -> Batch:
 
 def score(runner: Runner, texts: list[Text], *, adapter: int | None = None) -> Scores:
     """Teacher-forced scores of all texts, of which there is one, in steps of the most rows that the
-    runner takes. adapter: its place (AdaptingRunner), -1 for the base. Raises ValueError for a text
+    runner takes. adapter: its place (Runner), -1 for the base. Raises ValueError for a text
     that is longer than the runner's context."""
     parts, most, longest = [], runner.info.max_num_batched_tokens, runner.info.max_model_len
     of_seq = None if adapter is None else np.array([adapter], np.int32)

@@ -226,11 +226,9 @@ class _Vocabularies:
         """
         from drafters.auto.copying import Pieces
         from server.engine.adapters import Vocabulary
-        from server.engine.batch import AdaptingRunner
         from server.engine.grammar import GrammarCompiler
         from server.engine.grammar_tokenizer import enriched_grammar_tokenizer
 
-        assert isinstance(self._runner, AdaptingRunner)
         eos_token_ids, grammars = self._runner.info.eos_token_ids, self._grammars
         own_head = self._runner.check_adapter(order.folder)
         enrichment = enrichment_of(order.folder, self._base.fingerprint)
@@ -325,15 +323,6 @@ def _drafter_makers(
 
 def _know_adapters(engine: Engine, order: EngineOrder, vocabularies: _Vocabularies) -> None:
     """Register the adapters that are served. Raises ModelError for one that cannot be used."""
-    from server.engine.batch import AdaptingRunner
-
-    if not isinstance(engine.runner, AdaptingRunner):
-        if order.adapters:
-            raise ModelError(
-                f"model {order.runner.name}: adapters beside a base are not computed by the runner "
-                "that it has; serve one merged, with `adapter`"
-            )
-        return
     engine.adapters.read = vocabularies.read
     for adapter in order.adapters:
         engine.adapters.register(adapter, load=False)

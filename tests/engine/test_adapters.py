@@ -385,18 +385,6 @@ def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(when: str) -> No
     engine.close()
 
 
-def test_a_runner_without_adapters_refuses_them() -> None:
-    base = FakeRunner(FakeModel(16), fake_info())
-
-    class Plain:
-        info = base.info
-
-    engine = Engine(Plain(), {}, EngineSettings())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no adapters"):
-        engine.adapters.register(AdapterOrder("a@", "a", 16))
-    assert answers(engine, ask("r", "a@"))["r", 0].error_code == "model_not_found"
-
-
 def test_a_scope_is_of_one_adapter_whatever_the_salt() -> None:
     scopes = {
         scope_of(tenant, salt, adapter)

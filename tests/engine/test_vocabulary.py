@@ -317,12 +317,7 @@ def test_refusals() -> None:
     assert delta.error_code == NO_PROFILE  # no code of a request's: the server is at fault
     assert delta.error is not None and "/srv" not in delta.error
 
-    class WholeHeads:
-        """A Runner that is no SlicingRunner."""
-
-        info = runner.info
-
-    refusing = Engine(WholeHeads(), {}, EngineSettings(), profiles=lambda name: _profile({2}, 40))  # type: ignore[arg-type]
+    refusing = Engine(runner, {}, EngineSettings())
     refusing.submit(_request((5,), "exact", 0))
     (delta,) = refusing.take_deltas()
     assert delta.error_code == "unsupported_parameter"

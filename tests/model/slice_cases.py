@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from server.engine.batch import Batch, DrawError, Drawn, HeadSlice, SlicingRunner
+from server.engine.batch import Batch, DrawError, Drawn, HeadSlice, Runner
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
@@ -110,7 +110,7 @@ def verification(parts: list[Batch]) -> Batch:
     )
 
 
-def run(runner: SlicingRunner, batch: Batch) -> Drawn:
+def run(runner: Runner, batch: Batch) -> Drawn:
     runner.launch(batch)
     return runner.wait()
 
@@ -122,7 +122,7 @@ def assert_equal(got: Drawn, want: Drawn) -> None:
     assert list(got.top) == list(want.top)
 
 
-def assert_likely(runner: SlicingRunner, batch: Batch, atol: float) -> None:
+def assert_likely(runner: Runner, batch: Batch, atol: float) -> None:
     """The likeliest ids of every draw are those that its logprobs name, over its slice or all ids,
     whatever it is drawn by; and asking for them changes nothing else."""
     asked = tuple(
@@ -137,7 +137,7 @@ def assert_likely(runner: SlicingRunner, batch: Batch, atol: float) -> None:
         np.testing.assert_allclose(chances, np.exp([value for _, value in top]), atol=atol)
 
 
-def make_slices(runner: SlicingRunner) -> list[HeadSlice]:
+def make_slices(runner: Runner) -> list[HeadSlice]:
     """Slices over two tables, with dynamic rows that are shared, scattered and far apart."""
     first, second = ids_of(1, 20), ids_of(2, 70)
     runner.load_table(0, first.copy())
@@ -150,7 +150,7 @@ def make_slices(runner: SlicingRunner) -> list[HeadSlice]:
     ]
 
 
-def check_neighbours(runner: SlicingRunner, slices: list[HeadSlice], atol: float) -> None:
+def check_neighbours(runner: Runner, slices: list[HeadSlice], atol: float) -> None:
     """Rows with a full head, with other slices and with other tables in one batch, or alone."""
     chosen = [0, -1, 2, 1, -1, 0, 2, -1]
     batch = replace(batch_of(8, 1, chosen), slices=tuple(slices))
@@ -163,7 +163,7 @@ def check_neighbours(runner: SlicingRunner, slices: list[HeadSlice], atol: float
 
 
 def check_verify(
-    runner: SlicingRunner, slices: list[HeadSlice], num_steps: int, atol: float
+    runner: Runner, slices: list[HeadSlice], num_steps: int, atol: float
 ) -> tuple[Batch, Ids, Drawn]:
     """Draws that steps kept at scattered places are verified to be the full head's; a kept draw
     gives no logprobs. What `verify` was given and gave."""
@@ -182,7 +182,7 @@ def check_verify(
     return check, places, got
 
 
-def check_where_nothing_is_allowed(runner: SlicingRunner, slice_: HeadSlice, atol: float) -> None:
+def check_where_nothing_is_allowed(runner: Runner, slice_: HeadSlice, atol: float) -> None:
     """There the full head draws; logprobs are its own to `atol`."""
     outside = sorted(set(range(3, V)) - set(slice_.ids.tolist()))[:5]
     pages, builder = Pages(64), BatchBuilder()

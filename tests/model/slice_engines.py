@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from drafters import Drafter, make_drafter
-from server.engine.batch import SlicingRunner
+from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
@@ -79,7 +79,7 @@ def asking(requests: list[Request], rng: Random, modes: tuple[str, ...]) -> list
 
 
 def serve(
-    runner: SlicingRunner,
+    runner: Runner,
     requests: list[Request],
     *,
     num_blocks: int = 48,

@@ -284,7 +284,7 @@ class CpuRunner:
         self._adapters.drop(place)
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
-        """Draw again from kept hidden states with the full head; see SlicingRunner."""
+        """Draw again from kept hidden states with the full head; see Runner."""
         if self._in_flight is not None:
             raise RuntimeError("a step is in flight")
         started = time.perf_counter()

@@ -66,7 +66,7 @@ class TorchModel(NamedTuple):
 
 
 class TorchRunner:
-    """server.engine.batch.SlicingRunner and AdaptingRunner on torch.
+    """server.engine.batch.Runner on torch.
 
     model: the weights, which it takes over. info: the sizes; ids from vocab_size on are padding.
     attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs: captured graphs are
@@ -181,25 +181,23 @@ class TorchRunner:
         if self._body.states is not None:
             self._body.states.forget(slots)
 
-    # The SlicingRunner protocol.
-
     def load_table(self, table: int, token_ids: Int32) -> None:
-        """See SlicingRunner; raises as TorchSlices.load_table does."""
+        """See Runner; raises as TorchSlices.load_table does."""
         with self._queued():
             self._slices.load_table(table, token_ids)
 
     def drop_table(self, table: int) -> None:
-        """See SlicingRunner."""
+        """See Runner."""
         with self._queued():
             self._slices.drop_table(table)
 
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
-        """See SlicingRunner."""
+        """See Runner."""
         with self._queued():
             self._slices.load_rows(token_ids, places)
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
-        """See SlicingRunner. The full head is multiplied where it lies, or streamed to the device:
+        """See Runner. The full head is multiplied where it lies, or streamed to the device:
         whole sequences share a pass over it. Waits for the answer."""
         self._check_idle()
         step = Step(batch)
@@ -219,26 +217,24 @@ class TorchRunner:
             step.mark_end(on_gpu=self._on_gpu)
         return step.finish()
 
-    # The AdaptingRunner protocol.
-
     def check_adapter(self, folder: str) -> bool:
-        """See AdaptingRunner."""
+        """See Runner."""
         shape = self._adapting(folder).shape
         return check_adapter(Path(folder), shape, shape.vocab_size)
 
     def pack_adapter(self, folder: str) -> adapters.GpuAdapter:
-        """See AdaptingRunner; raises as adapters.pack_adapter does."""
+        """See Runner; raises as adapters.pack_adapter does."""
         bank = self._adapting(folder)
         return adapters.pack_adapter(Path(folder), bank.shape, bank.dtype, self.info.vocab_size)
 
     def hold_adapter(self, place: int, adapter: adapters.GpuAdapter) -> None:
-        """See AdaptingRunner."""
+        """See Runner."""
         with self._queued():
             if self._adapting().hold(place, adapter):
                 self.forget_graphs()  # they read the tables where they were
 
     def drop_adapter(self, place: int) -> None:
-        """See AdaptingRunner."""
+        """See Runner."""
         with self._queued():
             self._adapting().drop(place)
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.batch import AdaptingRunner
 from server.errors import ModelError, UnsupportedModelError
 from server.model.gpu.adapters import SPAN_ROWS, grouped_torch, lora_spans
 from server.model.gpu.body import GraphKey
@@ -42,7 +41,6 @@ def test_places_are_used_again_and_tables_grow(tmp_path: Path) -> None:
         for seed, rank in ((1, 4), (2, 40))
     )
     runner = made()
-    assert isinstance(runner, AdaptingRunner)
     narrow, wide = (runner.pack_adapter(str(tmp_path / str(seed))) for seed in (1, 2))
     assert wide.num_bytes >= 4 * narrow.num_bytes
     prompt = [tokens(9, 1)]
