@@ -333,7 +333,7 @@ class BodyRun:
         if self._taps:
             arrays["sources"] = paged.key_slots(batch, self._taps, self.cache.block_size)
         if self.states is not None:
-            arrays |= self.states.plan(batch)._asdict()
+            arrays |= self.states.items_of(batch)._asdict()
         spans = lora_spans(batch)
         if spans.shape[0]:
             arrays["adapters"] = spans

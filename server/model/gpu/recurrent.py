@@ -183,7 +183,7 @@ def _branches(
     return np.concatenate(parts) if parts else again[:0]
 
 
-class DeltaStates:
+class DeltaStates(StatePlaces):
     """The states of a runner's sequences, and what each step does to them.
 
     nets: of the model, one kind of sizes. A step may run several times on the same inputs (a graph
@@ -198,26 +198,17 @@ class DeltaStates:
         rule: DeltaRule,
         device: torch.device,
     ) -> None:
-        self._places = StatePlaces(num_states(max_num_seqs), block_size)
+        super().__init__(num_states(max_num_seqs), block_size)
         self._rule = rule
-        self._block_size = block_size
         self._nets = nets
         size = (len(nets), num_states(max_num_seqs), *nets[0].state_size)
         self.states = torch.zeros(size, device=device)
         self.is_warming = False
 
-    def plan(self, batch: Batch) -> DeltaItems:
-        """The items of a step; call `commit` once it is queued."""
-        plan = self._places.plan(batch_rows(batch), replays=not self.is_warming)
+    def items_of(self, batch: Batch) -> DeltaItems:
+        """The items of a step; call `commit` once it is queued: later steps find its states."""
+        plan = self.plan(batch_rows(batch), replays=not self.is_warming)
         return plan_items(batch, plan, self._nets[0].taps.shape[0], self._block_size)
-
-    def commit(self) -> None:
-        """The step of the last plan is queued: later steps find its states."""
-        self._places.commit()
-
-    def forget(self, slots: Int32) -> None:
-        """Slots that are written by somebody else."""
-        self._places.forget(slots.tolist())
 
     def recur(
         self, step: DeltaItems, slots: torch.Tensor, kept: Any, net: DeltaNet, mixed: torch.Tensor

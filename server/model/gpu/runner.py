@@ -179,7 +179,7 @@ class TorchRunner:
 
     def _forget_states(self, slots: Int32) -> None:
         if self._body.states is not None:
-            self._body.states.forget(slots)
+            self._body.states.forget(slots.tolist())
 
     def load_table(self, table: int, token_ids: Int32) -> None:
         """See Runner; raises as TorchSlices.load_table does."""
