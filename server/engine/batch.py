@@ -17,14 +17,14 @@ next step of the same choices (build.py): then its arrays hold other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from server.types import DeviceFigures, ModelInfo, SamplingParams
+from server.types import DeviceFigures, ModelInfo, SamplingParams, TokenLogprob
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -219,14 +219,16 @@ class Likely:
 class Drawn:
     """What a Runner returns for a Batch.
 
-    token_ids: int32 [D]; -1 for a draw without an answer, see DrawError. For draws whose params ask
-    for logprobs (else NaN / rank 0 / empty): logprobs float32 [D] = log-softmax of the *raw* logits
-    (fp32) at the drawn id; ranks int32 [D], 1 = most likely; top[d] = tuple of (id, logprob),
-    (logprob descending, id ascending): the likeliest ids, or those that the params name
+    token_ids: int32 [D]; -1 for a draw without an answer. For draws whose params ask for logprobs
+    (else NaN / rank 0 / empty): logprobs float32 [D] = log-softmax of the *raw* logits (fp32) at
+    the drawn id; ranks int32 [D], 1 = most likely; top[d] = tuple of (id, logprob), (logprob
+    descending, id ascending): the likeliest ids, or those that the params name
     (logprob_token_ids), -inf where the draw's slice lacks one.
     score_*: the same for the Batch's scores. model_s: seconds of the forward pass and the draws;
     head_s: those of them that the LM head's product took, 0.0 where they are not known.
-    likely: of every draw, where Batch.num_likely asks; None where it does not.
+    likely: of every draw, where Batch.num_likely asks; None where it does not. problems: by draw,
+    why it has no answer: NaN logits, or constraints that exclude every id. The others are good, so
+    that a failed request fails alone.
     """
 
     token_ids: Int32
@@ -239,6 +241,20 @@ class Drawn:
     model_s: float = 0.0
     head_s: float = 0.0
     likely: Likely | None = None
+    problems: Mapping[int, str] = field(default_factory=dict)
+
+    def problem(self, draw: int) -> str:
+        """Why a draw has no answer."""
+        return self.problems.get(draw, NO_TOKEN_LEFT)
+
+    def logprob(self, draw: int) -> TokenLogprob:
+        """The logprob of a drawn id and the likeliest beside it."""
+        return TokenLogprob(
+            int(self.token_ids[draw]),
+            float(self.logprobs[draw]),
+            int(self.ranks[draw]),
+            tuple(self.top[draw]),
+        )
 
 
 def likeliest_first(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
@@ -303,7 +319,7 @@ class Runner(Protocol):
 
         batch: no forward pass; row r's hidden state is the one kept at place kept[r]. token_ids,
         the draws, params and masks are read: draw r of row r, its parent the draw before it where
-        that belongs to the same sequence. Raises DrawError as wait() does.
+        that belongs to the same sequence.
         """
 
     def check_adapter(self, folder: str) -> bool:
@@ -346,16 +362,3 @@ class MeasuredRunner(Runner, Protocol):
 
 NO_TOKEN_LEFT = "no token is left to draw: the request's constraints exclude all ids"
 """The message of a failed draw whose constraints leave nothing; any other means broken numbers."""
-
-
-class DrawError(ValueError):
-    """Some draws of a step have no answer: NaN logits, or constraints that exclude every id.
-
-    A Runner's wait() raises it. failed: (draw index, message) pairs. drawn: the step's results with
-    token id -1 for the failed draws; the others are good, so that a failed request fails alone.
-    """
-
-    def __init__(self, failed: tuple[tuple[int, str], ...], drawn: Drawn) -> None:
-        super().__init__("; ".join(f"draw {draw_id}: {message}" for draw_id, message in failed))
-        self.failed = failed
-        self.drawn = drawn

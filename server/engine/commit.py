@@ -28,11 +28,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from drafters.arrays import Int32x2
-from server.engine.batch import NO_TOKEN_LEFT
+from server.engine.batch import NO_TOKEN_LEFT, Drawn
 from server.engine.build import Built
 from server.engine.draft import Drafts
 from server.engine.plan import Rows, Scheduler
-from server.engine.run import Results, wait_for
+from server.engine.run import wait_for
 from server.engine.sequence import Sequence, Status
 from server.engine.slices import SliceBook
 from server.engine.table import advance
@@ -282,11 +282,11 @@ class ExactVerifier:
                 yield self._apply(w.sequence, w.end, results, range(first, first + num))
             first += num
 
-    def _apply(self, sequence: Sequence, end: Ending, results: Results, draws: range) -> Outcome:
+    def _apply(self, sequence: Sequence, end: Ending, results: Drawn, draws: range) -> Outcome:
         """Compare a sequence's unverified tokens with what the full head drew in their places."""
         base, num = sequence.num_verified, len(draws)
         emitted = sequence.output_ids(base)
-        right: list[int] = results.drawn.token_ids[draws.start : draws.stop].tolist()
+        right: list[int] = results.token_ids[draws.start : draws.stop].tolist()
         stands = next((i for i in range(num) if right[i] != emitted[i]), num)
         num_computed = sequence.num_computed
         if stands < num:
@@ -348,7 +348,7 @@ class Committer:
         self._drafts = drafts
         self._exact = exact
 
-    def commit(self, rows: Rows, trees: Trees, built: Built, results: Results) -> Iterator[Outcome]:
+    def commit(self, rows: Rows, trees: Trees, built: Built, results: Drawn) -> Iterator[Outcome]:
         """Emit what a step drew. Nothing has ended since it was planned. Each Outcome is to be
         concluded before the next is asked for: a choice that fails takes the others of its request
         with it."""
@@ -358,7 +358,7 @@ class Committer:
             yield from self._scores(rows, built, results)
         num_moves = follow(
             table.numbers, table.blocks, table.ends, table.block_size, choices, trees.nodes,
-            results.drawn.token_ids, runs, built.found, built.moves, built.came,
+            results.token_ids, runs, built.found, built.moves, built.came,
         )  # fmt: skip
         self.moves = built.moves[:, :num_moves]
         if built.came.shape[0]:
@@ -400,7 +400,7 @@ class Committer:
                 yield from self._fork(leader, sequence, run, results)
 
     def _fork(
-        self, leader: Sequence, child: Sequence, run: _Run, results: Results
+        self, leader: Sequence, child: Sequence, run: _Run, results: Drawn
     ) -> Iterator[Outcome]:
         """A further choice has drawn its own first token from the prompt's last row; it runs alone
         from now on."""
@@ -417,16 +417,15 @@ class Committer:
         if leader.status is Status.RUNNING and child.status is Status.NEW:
             self._scheduler.fork(leader, child)
 
-    def _scores(self, rows: Rows, built: Built, results: Results) -> Iterator[Outcome]:
+    def _scores(self, rows: Rows, built: Built, results: Drawn) -> Iterator[Outcome]:
         """Note the logprobs that were asked for, publish prompts that go on, and end choices that
         want no tokens."""
-        drawn, targets, first_labels = results.drawn, built.batch.score_targets, {}
-        logprobs = drawn.score_logprobs
+        targets, logprobs, first_labels = built.batch.score_targets, results.score_logprobs, {}
         for item, first, num_prompt, num_labels in built.scored:
             sequence = rows.sequences[item]
             for c in range(first, first + num_prompt):
-                scored = int(targets[c]), float(logprobs[c]), int(drawn.score_ranks[c])
-                sequence.prompt_logprobs.append(TokenLogprob(*scored, tuple(drawn.score_top[c])))
+                scored = int(targets[c]), float(logprobs[c]), int(results.score_ranks[c])
+                sequence.prompt_logprobs.append(TokenLogprob(*scored, tuple(results.score_top[c])))
             first_labels[item] = range(first + num_prompt, first + num_prompt + num_labels)
         for i, (sequence, draws) in enumerate(
             zip(rows.sequences, rows.draws.tolist(), strict=True)
@@ -443,7 +442,7 @@ class Committer:
                 choice.num_cached_tokens = sequence.num_cached_tokens
                 yield Outcome(choice, Ending("length"))
 
-    def _emit(self, sequence: Sequence, run: _Run, results: Results) -> Outcome | None:
+    def _emit(self, sequence: Sequence, run: _Run, results: Drawn) -> Outcome | None:
         """Emit what was drawn for one choice. None: its tokens are unverified, or wait to be drawn
         again."""
         head, grammar, trees, item = sequence.head, sequence.grammar, run.trees, run.item

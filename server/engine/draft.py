@@ -30,10 +30,10 @@ import numpy as np
 from drafters.arrays import Float32, Int32, Int64
 from drafters.base import Drafter, DraftSession, LikelySession, StateSession
 from drafters.tree import DraftTree
+from server.engine.batch import Drawn
 from server.engine.gain import REST, Gain, StepShape
 from server.engine.grammar import FORCED, constrain
 from server.engine.plan import Rows, Scheduler
-from server.engine.run import Results
 from server.engine.sequence import Sequence, Status
 from server.engine.table import FIRST, NOT_DRAWN, consider
 from server.engine.trees import ALL_STAY, DEPTH, ID, Trees, checked, no_trees
@@ -541,7 +541,7 @@ class Drafts:
         item: int,
         path: list[int],
         draw: int,
-        results: Results,
+        results: Drawn,
     ) -> None:
         """Tell a choice's session what a step has shown: the ids that were likeliest at the last
         token and behind each of its nodes, which of these were accepted, the state that the last
@@ -551,7 +551,7 @@ class Drafts:
         if session is None or sequence.is_resting:
             return
         first, end = trees.start[item : item + 2].tolist()
-        likely = results.drawn.likely
+        likely = results.likely
         try:
             if likely is not None and getattr(session, "num_likely", 0) > 0:
                 at = slice(draw, draw + 1 + end - first)

@@ -27,7 +27,7 @@ from drafters.base import Drafter
 from server.engine import figures
 from server.engine.adapters import AdapterShelf, Vocabulary
 from server.engine.admission import Admission
-from server.engine.batch import Batch, Runner, StateRunner
+from server.engine.batch import Batch, Drawn, Runner, StateRunner
 from server.engine.blocks import BlockPool
 from server.engine.build import Builder, Built
 from server.engine.commit import Committer, Ending, ExactVerifier, Outcome
@@ -38,7 +38,6 @@ from server.engine.grammar import GrammarCompiler
 from server.engine.plan import EngineSettings, Rows, Scheduler
 from server.engine.run import (
     Recovery,
-    Results,
     RunnerBrokenError,
     StepFailedError,
     draw_failure,
@@ -289,7 +288,7 @@ class Engine:
         batch: Batch,
         meanwhile: Callable[[], None] | None,
         unheard: list[Exception],
-    ) -> Results:
+    ) -> Drawn:
         """What the runner draws. What `meanwhile` raises is added to `unheard`. Raises
         StepFailedError."""
         if rows.copies:
@@ -306,7 +305,7 @@ class Engine:
             self.drafts.settle(rows.sequences, draws_first=rows.num_prefill_rows > 0)
         return wait_for(self.runner.wait, launched)
 
-    def _commit(self, rows: Rows, trees: Trees, built: Built, results: Results) -> None:
+    def _commit(self, rows: Rows, trees: Trees, built: Built, results: Drawn) -> None:
         """Emit what was drawn. Raises StepFailedError."""
         committer = self._committer
         for outcome in committer.commit(rows, trees, built, results):

@@ -17,12 +17,11 @@ import numpy as np
 
 from server.engine.adapters import OTHER_ADAPTERS, AdapterShelf
 from server.engine.admission import Admission
-from server.engine.batch import MeasuredRunner, Runner
+from server.engine.batch import Drawn, MeasuredRunner, Runner
 from server.engine.blocks import BlockPool
 from server.engine.build import Built
 from server.engine.gain import REST, Gain
 from server.engine.plan import Rows, Scheduler
-from server.engine.run import Results
 from server.engine.slices import SliceBook
 from server.engine.step_times import CostTable
 from server.engine.task_store import TaskStore
@@ -235,9 +234,7 @@ class StepFigures:
         self.totals = StepTotals()
         self._num_alike = 0
 
-    def observe(
-        self, rows: Rows, trees: Trees, built: Built, results: Results, began: float
-    ) -> None:
+    def observe(self, rows: Rows, trees: Trees, built: Built, results: Drawn, began: float) -> None:
         """A step that began at `began` (time.perf_counter) is over."""
         model_s = results.model_s
         step_s = time.perf_counter() - began
@@ -265,6 +262,6 @@ class StepFigures:
             host.observe_prompts(rows.num_prefill_rows, num_alike)
         if not rows.num_prefill_rows:
             host.observe(num_decode, trees.num_asked, host_s)
-        head_s, has_prompt = results.drawn.head_s, rows.num_prefill_rows > 0
+        head_s, has_prompt = results.head_s, rows.num_prefill_rows > 0
         if head_s > 0.0:
-            self._slices.observe(batch, results.drawn.model_s - head_s, head_s, has_prompt)
+            self._slices.observe(batch, model_s - head_s, head_s, has_prompt)

@@ -1,5 +1,4 @@
-"""Run: a step at the runner. What it drew, with the reasons of the draws that have no answer; and
-where it raises, which request made it.
+"""Run: a step at the runner, and where it raises, which request made it.
 
 A runner that raises does not say which request made it raise. So every sequence of the failed step
 gives its blocks back and is computed again, one alone at a time (`Recovery.suspect`). A sequence
@@ -12,12 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from server.engine.batch import NO_TOKEN_LEFT, DrawError, Drawn, Int32
+from server.engine.batch import NO_TOKEN_LEFT, Drawn, Int32
 from server.engine.sequence import Sequence, Status
-from server.types import TokenLogprob
 
 
 class StepFailedError(Exception):
@@ -28,30 +26,6 @@ class StepFailedError(Exception):
         self.error = error
 
 
-@dataclass(slots=True)
-class Results:
-    """A step's results. drawn: as the runner returned it. problems: why a draw has no answer, by
-    its index. model_s: seconds of the forward pass."""
-
-    drawn: Drawn
-    problems: dict[int, str]
-    model_s: float = 0.0
-
-    def problem(self, draw: int) -> str:
-        """Why a draw has no answer."""
-        return self.problems.get(draw, NO_TOKEN_LEFT)
-
-    def logprob(self, draw: int) -> TokenLogprob:
-        """The logprob of a drawn id and the likeliest beside it."""
-        drawn = self.drawn
-        return TokenLogprob(
-            int(drawn.token_ids[draw]),
-            float(drawn.logprobs[draw]),
-            int(drawn.ranks[draw]),
-            tuple(drawn.top[draw]),
-        )
-
-
 def guarded(call: Callable[..., None], *arguments: Any) -> None:
     """Call the runner. Raises StepFailedError for whatever it raises."""
     try:
@@ -60,21 +34,14 @@ def guarded(call: Callable[..., None], *arguments: Any) -> None:
         raise StepFailedError(error) from error
 
 
-def wait_for(draw: Callable[[], Drawn], launched: float) -> Results:
+def wait_for(draw: Callable[[], Drawn], launched: float) -> Drawn:
     """What `draw` returns. launched: when the step was (time.perf_counter), for where the runner
-    tells no seconds.
-
-    A draw without an answer gets an entry in `problems`: only its request fails. Raises
-    StepFailedError for anything else that `draw` raises.
-    """
-    problems: dict[int, str] = {}
+    tells no seconds. Raises StepFailedError for whatever `draw` raises."""
     try:
         drawn = draw()
-    except DrawError as error:
-        problems, drawn = dict(error.failed), error.drawn
     except Exception as error:
         raise StepFailedError(error) from error
-    return Results(drawn, problems, drawn.model_s or time.perf_counter() - launched)
+    return drawn if drawn.model_s else replace(drawn, model_s=time.perf_counter() - launched)
 
 
 def draw_failure(problem: str, sequence: Sequence) -> tuple[str, str]:

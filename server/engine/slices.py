@@ -585,9 +585,7 @@ class SliceBook:
 
     def verify(self, sequences: SequenceOf[Sequence]) -> Drawn:
         """All unverified tokens of these sequences, one sequence after the other, drawn again.
-
-        Raises DrawError and what the runner raises.
-        """
+        Raises what the runner raises."""
         return self._runner.verify(*self._check_batch(sequences))
 
     def observe_verify(self, sequences: SequenceOf[Sequence], seconds: float) -> list[int]:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from server.engine.batch import (
     Batch,
-    DrawError,
     Drawn,
     DrawParams,
     Int32,
@@ -158,15 +157,12 @@ class Answers:
         self.failed: list[tuple[int, str]] = []
 
     def drawn(self, model_s: float, head_s: float) -> Drawn:
-        """The whole. Raises DrawError when some draws failed."""
-        result = Drawn(
+        """The whole."""
+        return Drawn(
             self.token_ids, self.logprobs, self.ranks, self.top,
             self.score_logprobs, self.score_ranks, self.score_top,
-            model_s, head_s, self.likely,
+            model_s, head_s, self.likely, dict(self.failed),
         )  # fmt: skip
-        if self.failed:
-            raise DrawError(tuple(sorted(self.failed)), result)
-        return result
 
 
 def _untold(num: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], list[Top]]:

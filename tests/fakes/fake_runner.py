@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, DrawError, Drawn, Float32, HeadSlice, Int32, Likely
+from server.engine.batch import Batch, Drawn, Float32, HeadSlice, Int32, Likely
 from server.types import ModelInfo
 from tests.fakes.reference_sampler import draw, token_logprob
 
@@ -381,7 +381,7 @@ class FakeRunner:
             lp = token_logprob(logits, int(batch.score_targets[c]), int(batch.score_top[c]))
             score_logprobs[c], score_ranks[c] = lp.logprob, lp.rank
             score_top.append(lp.top)
-        drawn = Drawn(
+        return Drawn(
             ids,
             logprobs,
             ranks,
@@ -390,10 +390,8 @@ class FakeRunner:
             score_ranks,
             score_top,
             likely=likely if batch.num_likely else None,
+            problems=dict(failed),
         )
-        if failed:
-            raise DrawError(tuple(failed), drawn)
-        return drawn
 
 
 def _fill_likely(likely: Likely, d: int, logits: Float32) -> None:

@@ -361,7 +361,8 @@ class CpuRunner:
         finally:
             self._kernel_threads.rest()
         every = batch.num_draws == batch.num_rows  # Ends are made of what the arrays hold now
-        if plain and every and not batch.num_likely and self._table.kind != READY:
+        is_alike = plain and every and not (batch.num_likely or drawn.problems)
+        if is_alike and self._table.kind != READY:
             self._held = held or _Held(batch, wanted, answers)
         return drawn
 

@@ -342,7 +342,7 @@ class Step:
         self.done = mark(on_gpu=on_gpu)
 
     def finish(self) -> Drawn:
-        """Its results, once they are there. Raises DrawError when a draw has no answer."""
+        """Its results, once they are there."""
         if not isinstance(self.done, float):
             self.done.synchronize()
         batch, told = self.batch, Answers(self.batch)

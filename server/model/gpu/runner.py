@@ -154,11 +154,8 @@ class TorchRunner:
         self._in_flight = step
 
     def wait(self) -> Drawn:
-        """The step in flight.
-
-        Raises what its launch raised, server.engine.batch.DrawError when some of its draws have no
-        answer, and RuntimeError when nothing is in flight.
-        """
+        """The step in flight. Raises what its launch raised, and RuntimeError when nothing is in
+        flight."""
         self._check_open()
         step, self._in_flight = self._in_flight, None
         if step is None:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from server.engine.batch import DrawError
 from server.model.gpu import attention
 from server.model.gpu import body as graphs
 from server.model.gpu.attention import Kept, KvCache
@@ -54,8 +53,8 @@ def test_nan_logits_are_reported_by_the_draw() -> None:
     builder.draw(row, builder.add_params(draw_params()))
     builder.draw(row, builder.add_params(draw_params(SamplingParams(seed=1))))
     made.launch(builder.build())
-    with pytest.raises(DrawError, match=r"draw 0: .*NaN.*draw 1: .*NaN"):
-        made.wait()
+    problems = made.wait().problems
+    assert [*problems] == [0, 1] and all("NaN" in problem for problem in problems.values())
     made.close()
 
 
