@@ -74,7 +74,7 @@ def _pace() -> None:
 
     real: Any = build.build_runner
 
-    def paced(spec: Any) -> PacedRunner:
+    def paced(spec: Any) -> Any:
         runner = real(spec)
         runner.close()
         return PacedRunner(runner.info, float(os.environ.get(RATE, "100")))

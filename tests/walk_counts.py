@@ -299,7 +299,8 @@ def requests() -> dict[str, int]:
 
     def build() -> Any:
         sys.setprofile(engine)
-        return Engine(Slow(_info(max_model_len=256)), {}, EngineSettings(max_num_seqs=16))
+        runner: Any = Slow(_info(max_model_len=256))
+        return Engine(runner, {}, EngineSettings(max_num_seqs=16))
 
     def start(factory: Any) -> Any:
         threading.setprofile(None)  # the engine's own threads are not the API's
