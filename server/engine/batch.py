@@ -17,7 +17,7 @@ next step of the same choices (build.py): then its arrays hold other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -234,14 +234,14 @@ class Drawn:
     token_ids: Int32
     logprobs: Float32
     ranks: Int32
-    top: Sequence[tuple[tuple[int, float], ...]]
+    top: list[tuple[tuple[int, float], ...]]
     score_logprobs: Float32
     score_ranks: Int32
-    score_top: Sequence[tuple[tuple[int, float], ...]]
+    score_top: list[tuple[tuple[int, float], ...]]
     model_s: float = 0.0
     head_s: float = 0.0
     likely: Likely | None = None
-    problems: Mapping[int, str] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)
 
     def problem(self, draw: int) -> str:
         """Why a draw has no answer."""

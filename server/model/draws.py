@@ -1,5 +1,5 @@
 """What both devices read of a Batch: its rows; of its draws the key of their noise, the ids that
-they may give and their penalty counts; and Answers, of which a Drawn is made."""
+they may give and their penalty counts; and a Drawn without answers."""
 
 from __future__ import annotations
 
@@ -141,28 +141,15 @@ def adjustments(
 Top = tuple[tuple[int, float], ...]
 
 
-class Answers:
-    """The parts of a Batch's Drawn while it is made: its fields, NaN, 0 and () until they are
-    written. failed: (draw, reason) of draws without an answer."""
-
-    def __init__(self, batch: Batch) -> None:
-        num, num_scores = batch.num_draws, int(batch.score_rows.shape[0])
-        self.token_ids = np.full(num, -1, np.int32)
-        self.logprobs, self.ranks, self.top = _untold(num)
-        self.score_logprobs, self.score_ranks, self.score_top = _untold(num_scores)
-        self.likely: Likely | None = None
-        if batch.num_likely:
-            shape = num, batch.num_likely
-            self.likely = Likely(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
-        self.failed: list[tuple[int, str]] = []
-
-    def drawn(self, model_s: float, head_s: float) -> Drawn:
-        """The whole."""
-        return Drawn(
-            self.token_ids, self.logprobs, self.ranks, self.top,
-            self.score_logprobs, self.score_ranks, self.score_top,
-            model_s, head_s, self.likely, dict(self.failed),
-        )  # fmt: skip
+def undrawn(batch: Batch) -> Drawn:
+    """A Batch's Drawn while it is made: NaN, 0 and () in its arrays and lists until they are
+    written."""
+    num, likely = batch.num_draws, None
+    if batch.num_likely:
+        shape = num, batch.num_likely
+        likely = Likely(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
+    scores = _untold(int(batch.score_rows.shape[0]))
+    return Drawn(np.full(num, -1, np.int32), *_untold(num), *scores, likely=likely)
 
 
 def _untold(num: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], list[Top]]:

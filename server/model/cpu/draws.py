@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.engine.batch import NO_TOKEN_LEFT, Batch, Int32, likeliest_first, places_of
+from server.engine.batch import NO_TOKEN_LEFT, Batch, Drawn, Int32, likeliest_first, places_of
 from server.model.cpu import kernels
 from server.model.cpu.head import FullLogits, padded
 from server.model.cpu.records import FAILED, LANES, Float32
-from server.model.draws import Answers, adjustments, noise_key
+from server.model.draws import adjustments, noise_key, undrawn
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
 _FIRST = np.zeros(1, np.int64)
@@ -52,7 +52,7 @@ class Draws:
         full: FullLogits,
         sliced: SlicedLogits,
         full_logits: Callable[[Int32], FullLogits],
-    ) -> Answers:
+    ) -> Drawn:
         """All draws and scores of a batch.
 
         hidden: final states of the batch's rows. full: logits of the rows whose draws need the full
@@ -60,7 +60,7 @@ class Draws:
         overwrite `full`.
         """
         num = batch.num_draws
-        result = Answers(batch)
+        result = undrawn(batch)
         empty: list[int] = []  # whose constraints leave nothing of their slice
         chosen = [-1] * num if batch.draw_slice is None else batch.draw_slice.tolist()
         whole = [d for d in range(num) if chosen[d] < 0]
@@ -86,12 +86,12 @@ class Draws:
             self.draw_full(batch, empty, rows, full, result)
         return result
 
-    def tell_failed(self, states: Float32, result: Answers) -> None:
+    def tell_failed(self, states: Float32, result: Drawn) -> None:
         """Why draws that a step took itself have no answer. states[d]: the hidden state of draw
         d."""
         for d, token in enumerate(result.token_ids.tolist()):
             if token == FAILED:
-                result.failed.append((d, _reason(states[d])))
+                result.problems[d] = _reason(states[d])
 
     def draw_full(
         self,
@@ -99,7 +99,7 @@ class Draws:
         draws: Sequence[int],
         rows: list[int],
         full: FullLogits,
-        result: Answers,
+        result: Drawn,
         *,
         keeps: bool = True,
     ) -> None:
@@ -126,7 +126,7 @@ class Draws:
             self._note(result, batch, d, token, view, keeps=keeps)
 
     def _note(
-        self, result: Answers, batch: Batch, d: int, column: int, view: _View, *, keeps: bool = True
+        self, result: Drawn, batch: Batch, d: int, column: int, view: _View, *, keeps: bool = True
     ) -> None:
         """What is told of a draw of a column."""
         ids = view.ids
@@ -142,7 +142,7 @@ class Draws:
                 likely[likely >= 0] = ids[likely[likely >= 0]]
         own = batch.params[batch.draw_params[d]].sampling
         if column == FAILED:
-            result.failed.append((d, _reason(view.state)))
+            result.problems[d] = _reason(view.state)
         if column == FAILED or own.num_logprobs is None or (keeps and batch.is_kept(d)):
             return
         result.logprobs[d], result.ranks[d], top = self._logprob(view, column, own.num_logprobs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from server.model.cpu.records import (
 )
 from server.model.cpu.threads import KernelThreads, Team
 from server.model.cpu.weights import RunnerWeights
-from server.model.draws import Answers, batch_rows
+from server.model.draws import batch_rows, undrawn
 from server.model.shape import ModelShape, query_scales
 from server.types import ModelInfo
 
@@ -150,7 +150,7 @@ class _Held:
 
     batch: Batch
     wanted: Wanted
-    answers: Answers
+    answers: Drawn
     bound: Any = None
     call: Any = None
 
@@ -289,7 +289,7 @@ class CpuRunner:
             raise RuntimeError("a step is in flight")
         started = time.perf_counter()
         num = batch.num_draws
-        result = Answers(batch)
+        result = undrawn(batch)
         head_s = 0.0
         for first in range(0, num, VERIFY_ROWS):
             draws = range(first, min(first + VERIFY_ROWS, num))
@@ -299,7 +299,7 @@ class CpuRunner:
             head_s += time.perf_counter() - began
             rows = [full.places[int(k)] for k in wanted]
             self._draws.draw_full(batch, draws, rows, full, result, keeps=False)
-        return result.drawn(time.perf_counter() - started, head_s)
+        return replace(result, model_s=time.perf_counter() - started, head_s=head_s)
 
     def embed(self, batch: Batch) -> Scratch:
         """Fill x of the runner's own buffers with the rows' embeddings, own ones of adapters
@@ -337,7 +337,7 @@ class CpuRunner:
         if held is not None:
             wanted, answers = held.wanted, held.answers
         elif plain:
-            answers = Answers(batch)
+            answers = undrawn(batch)
             likely = answers.likely
             wanted = Wanted(
                 batch.draw_rows, answers.token_ids,
@@ -357,7 +357,7 @@ class CpuRunner:
                 answers = self._draw(batch, wanted.rows)
             elif FAILED in answers.token_ids.tolist():
                 self._draws.tell_failed(self._head.found().states, answers)
-            drawn = answers.drawn(time.perf_counter() - started, head_s)
+            drawn = replace(answers, model_s=time.perf_counter() - started, head_s=head_s)
         finally:
             self._kernel_threads.rest()
         every = batch.num_draws == batch.num_rows  # Ends are made of what the arrays hold now
@@ -366,7 +366,7 @@ class CpuRunner:
             self._held = held or _Held(batch, wanted, answers)
         return drawn
 
-    def _draw(self, batch: Batch, rows: Int32) -> Answers:
+    def _draw(self, batch: Batch, rows: Int32) -> Drawn:
         """The draws of a step that gave the full head's logits of these rows."""
         if batch.draw_keep is not None:
             self._keep(batch, batch.draw_keep)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from server.engine.batch import (
     likeliest_first,
     places_of,
 )
-from server.model.draws import Answers, Top, allowed_words
+from server.model.draws import Top, allowed_words, undrawn
 from server.model.gpu import sampler
 from server.model.gpu.adapters import LoraBank
 from server.model.gpu.lm_head import LmHead, SliceView, TorchSlices
@@ -345,7 +345,7 @@ class Step:
         """Its results, once they are there."""
         if not isinstance(self.done, float):
             self.done.synchronize()
-        batch, told = self.batch, Answers(self.batch)
+        batch, told = self.batch, undrawn(self.batch)
         for segment in self.segments:
             index, parts = segment.index, [tensor.numpy() for tensor in segment.tensors]
             if segment.kind == "draw":
@@ -369,9 +369,10 @@ class Step:
                 _tell_top(index, parts, batch.score_top[index].tolist(), told.score_top)
         for d in np.flatnonzero(told.token_ids < 0).tolist():
             is_nan = told.token_ids[d] == NAN_LOGITS
-            told.failed.append((d, "the model produced NaN logits" if is_nan else NO_TOKEN_LEFT))
+            told.problems[d] = "the model produced NaN logits" if is_nan else NO_TOKEN_LEFT
         np.maximum(told.token_ids, -1, out=told.token_ids)
-        return told.drawn(_between(self.begin, self.done), sum(starmap(_between, self.products)))
+        head_s = sum(starmap(_between, self.products))
+        return replace(told, model_s=_between(self.begin, self.done), head_s=head_s)
 
 
 def mark(*, on_gpu: bool) -> Any:

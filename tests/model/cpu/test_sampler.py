@@ -15,7 +15,7 @@ from server.model.cpu.draws import Draws
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels.sampling import DrawSettings
 from server.model.cpu.records import FAILED
-from server.model.draws import Answers
+from server.model.draws import undrawn
 from server.types import DRAW_NUMBERS, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model.batches import draw_params
@@ -42,7 +42,7 @@ def drawn(batch: Batch, logits: Logits) -> list[int]:
     """The ids that Draws gives; logits [R, V]. A row with a NaN had a state with one."""
     states = np.zeros((logits.shape[0], 16), np.float32)
     states[np.isnan(logits).any(axis=1)] = np.nan
-    answers = Answers(batch)
+    answers = undrawn(batch)
     full, rows = FullLogits(_padded(logits), states, {}), batch.draw_rows.tolist()
     Draws(lambda _: V).draw_full(batch, range(batch.num_draws), rows, full, answers)
     return answers.token_ids.tolist()
