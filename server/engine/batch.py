@@ -147,7 +147,7 @@ class Batch:
     Scores, for prompt logprobs: score_rows, score_targets int32 [C]: the logprob of `target` under
       the logits of `row`, with score_top[c] most likely ids beside it.
 
-    num_prefill_rows, num_draft_rows: of the R rows, for metrics and the cost table.
+    num_draft_rows: of the R rows, for metrics and the cost table.
 
     seq_adapters: None, or int32 [S]: the place of each sequence's adapter (Runner), -1 for
       the base model. None in a step without adapters.
@@ -172,7 +172,6 @@ class Batch:
     score_rows: Int32 = field(default_factory=_none)
     score_targets: Int32 = field(default_factory=_none)
     score_top: Int32 = field(default_factory=_none)
-    num_prefill_rows: int = 0
     num_draft_rows: int = 0
     draw_slice: Int32 | None = None
     slices: tuple[HeadSlice, ...] = ()

@@ -165,7 +165,6 @@ class Builder:
             score_rows=scores[0],
             score_targets=scores[1],
             score_top=scores[2],
-            num_prefill_rows=rows.num_prefill_rows,
             num_draft_rows=num_total,
             seq_adapters=own,
             num_likely=trees.num_likely,

@@ -254,11 +254,13 @@ class ExactVerifier:
         """Forget the step, which has failed: preemption takes its tokens back."""
         self._waiting = []
 
-    @property
-    def is_due(self) -> bool:
-        """Whether unverified tokens must be verified in this step."""
+    def is_due(self, *, at_once: bool) -> bool:
+        """Whether unverified tokens must be verified in this step. at_once: any that there are."""
         return any(
-            w.is_due or w.end.finish_reason is not None or self._slices.is_due(w.sequence)
+            at_once
+            or w.is_due
+            or w.end.finish_reason is not None
+            or self._slices.is_due(w.sequence)
             for w in self._waiting
             if w.sequence.status is Status.RUNNING
         )

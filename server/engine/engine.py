@@ -317,8 +317,9 @@ class Engine:
             guarded(self.runner.move_slots, *committer.moves)
 
     def _verify_exact(self) -> None:
-        """Verify the tokens of `exact` sequences, when some are due."""
-        if not self._exact.is_due:
+        """Verify the tokens of `exact` sequences, when some are due; of a suspect all that it has,
+        because a verification may be what fails."""
+        if not self._exact.is_due(at_once=self.recovery.is_isolating):
             for sequence in self._exact.keep_waiting():
                 self.scheduler.trim(sequence)
             return

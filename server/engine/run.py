@@ -1,9 +1,9 @@
 """Run: a step at the runner, and where it raises, which request made it.
 
 A runner that raises does not say which request made it raise. So every sequence of the failed step
-gives its blocks back and is computed again, one alone at a time (`Recovery.suspect`). A sequence
-that fails alone fails for good. If a step did not fit the device's memory, no sequence is blamed
-while steps can be made smaller. This module records; the engine preempts sequences and ends them.
+gives its blocks back and is computed again, one alone at a time (`Recovery.suspect`), without
+drafts. One that fails then fails for good. If a step did not fit the device's memory, no sequence
+is blamed while steps can be made smaller. This module records; the engine preempts and ends them.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ class Recovery:
     def step_failed(
         self, sequences: SequenceOf[Sequence], *, was_too_large: bool
     ) -> tuple[Sequence | None, list[Sequence]]:
-        """A step of these sequences failed: who failed alone, and fails for good, and whom to
+        """A step of these sequences failed: who was isolated, and fails for good, and whom to
         recompute. was_too_large: later steps are smaller, so no sequence is blamed."""
         self.num_failed_steps += 1
         alive = [s for s in sequences if s.status is Status.RUNNING]
         if was_too_large:
             return None, alive
         self._num_in_a_row += 1
-        if len(alive) == len(sequences) == 1:
+        if self.is_isolating and alive:
             return alive[0], []
         self._suspects = sorted(
             {id(s): s for s in (*self._suspects, *alive)}.values(), key=lambda s: s.order

@@ -33,7 +33,8 @@ PRIORITY_STEP_S = 5.0
 """How long a request of one priority waits before it goes ahead of a new one of the next."""
 
 MAX_PRIORITY = 64
-"""Priorities beyond this order ties only: nobody waits more than 2 * 64 * 5 s for others."""
+"""Priorities beyond this order ties only: nobody waits more than 2 * 64 * 5 s for others, and a
+look at the queue is one at so many levels."""
 
 
 def _no_ids() -> Int32:
@@ -212,7 +213,7 @@ class Sequence:
         # overtaken by those that arrive within that time and by no others; nobody starves.
         level = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
         due_s = request.arrival_s + level * PRIORITY_STEP_S
-        self.place = (request.priority, request.tenant)
+        self.place = (level, request.tenant)
         self.order = (due_s, request.priority, self.arrival_no, self.choice_id)
         prompt_len = len(request.prompt_ids)
         max_output = max(0, min(sampling.max_tokens, max_model_len - prompt_len))

@@ -52,7 +52,6 @@ def prompt_batch(text: Text, first: int = 0, most: int | None = None) -> Batch:
         score_rows=scored,
         score_targets=ids[scored + 1],
         score_top=np.ones(len(scored), np.int32),
-        num_prefill_rows=len(rows),
     )
 
 

@@ -227,7 +227,7 @@ def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
         load(token_ids, places)
 
     def launched(batch: Batch) -> None:
-        events.append("prompt" if batch.num_prefill_rows else "decode")
+        events.append("prompt" if batch.positions[-1] < len(prompt) else "decode")
         launch(batch)
 
     runner.load_rows, runner.launch = load_rows, launched  # type: ignore[method-assign]
@@ -329,19 +329,25 @@ def test_a_verification_that_fails_is_done_again() -> None:
     left = [2]
 
     def fail(batch: Batch) -> None:
-        if batch.block_tables.shape == (1, 1) and runner.num_verifies == 2 and left[0]:
+        if batch.block_tables.shape != (1, 1):
+            return
+        if runner.num_verifies == 2 and left[0]:
             left[0] -= 1
             raise MemoryError("no room")
+        if any(params.sampling.seed == 13 for params in batch.params):
+            raise RuntimeError("of one request always")
 
     runner.fail = fail
     requests = [_request((3 + i, 5), "exact", 4, request_id=f"r{i}") for i in range(2)]
+    always = _request((9, 5), "exact", 4, request_id="bad", seed=13)
     collector = Collector()
-    for request in requests:
+    for request in (*requests, always):
         engine.submit(request)
     collector.take(_drain(engine))
     assert left == [0]
     for request in requests:
         assert collector.results[request.request_id, 0].ids == _truth(model, request)
+    assert collector.results["bad", 0].error_code == "engine_error", "it alone"
 
 
 # -- exact's control ---------------------------------------------------------------------------

@@ -171,7 +171,6 @@ class BatchBuilder:
             score_rows=scored[0],
             score_targets=scored[1],
             score_top=scored[2],
-            num_prefill_rows=len(self.rows) - self.num_draft_rows - len(self.draws),
             num_draft_rows=self.num_draft_rows,
         )
 
