@@ -31,12 +31,11 @@ _MOST_LIKELY_S = 1e-9  # an id of the vocabulary: a quarter of it was measured, 
 
 
 def probe_batch(runner: Runner, num_rows: int, kv_len: int, *, drawn: bool = True) -> Batch:
-    """One sequence: a root at position kv_len and a chain of num_rows - 1 drafted tokens. drawn:
-    whether the rows draw."""
+    """One sequence: a root at position kv_len, or as far as num_rows fit, and a chain of
+    num_rows - 1 drafted tokens. drawn: whether the rows draw."""
     info = runner.info
-    size = info.block_size
-    num_blocks = min(info.num_blocks, -(-(kv_len + num_rows) // size))
-    kv_len = min(kv_len, num_blocks * size - num_rows)
+    kv_len = min(kv_len, info.max_model_len - num_rows)
+    num_blocks = -(-(kv_len + num_rows) // info.block_size)
     rows = np.arange(num_rows, dtype=np.int32)
     slots = kv_len + rows
     none = np.empty(0, np.int32)
@@ -118,7 +117,7 @@ def measure_likely(runner: Runner) -> float:
     return min(max(0.0, least[1] - least[0]) / many, _MOST_LIKELY_S * info.vocab_size)
 
 
-def _improved(table: CostTable, runner: Runner, short_len: int) -> CostTable:
+def _improved(table: CostTable, runner: Runner, short_len: int, most: int) -> CostTable:
     """The table with the steps that are quicker today: whoever uses the machine beside only adds to
     a step, and a table that was measured beside other work makes drafts look cheap for ever. A
     tenth of a second where the machine is quiet."""
@@ -126,7 +125,7 @@ def _improved(table: CostTable, runner: Runner, short_len: int) -> CostTable:
         return table
     plain = table.as_dict()
     probe = make_prober(runner)
-    num_known = sum(rows <= 16 for rows in plain["rows"])
+    num_known = sum(rows <= min(16, most) for rows in plain["rows"])
     probe(1, short_len)
     for i, rows in enumerate(plain["rows"][:num_known]):
         seconds = probe(rows, short_len) - table.key_s * rows * short_len
@@ -142,12 +141,15 @@ def load_or_measure(runner: Runner, path: Path | None, *, max_rows: int) -> Cost
     their place there. Whatever it says, served steps correct it (step_times.py). Sizes beyond
     max_rows are extrapolated in proportion.
     """
+    info = runner.info
+    most = max(1, min(max_rows, info.max_num_batched_tokens, info.max_model_len // 2))
+    short = max(1, min(64, info.max_model_len // 4))  # keys before the rows of a measured step
     if path is not None:
         try:
             plain = parsed(path.read_text(encoding="utf-8"))
             if plain["version"] == _VERSION:
                 known = CostTable.from_dict(plain)
-                table = _improved(known, runner, _short_len(runner))
+                table = _improved(known, runner, short, most)
                 if table.as_dict() != known.as_dict():
                     _write(path, {"version": _VERSION, **table.as_dict()})
                 return table
@@ -155,14 +157,9 @@ def load_or_measure(runner: Runner, path: Path | None, *, max_rows: int) -> Cost
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("the cost table %s cannot be read (%s): measuring again", path, error)
-    info = runner.info
-    room = min(info.max_model_len, info.num_blocks * info.block_size)
-    most = max(1, min(max_rows, info.max_num_batched_tokens, room // 2))
-    short = _short_len(runner)
     began = time.perf_counter()
-    table = CostTable.measure(
-        make_prober(runner), most, short_len=short, long_len=max(short, min(512, room - most))
-    )
+    long = max(short, min(512, info.max_model_len - most))
+    table = CostTable.measure(make_prober(runner), most, short_len=short, long_len=long)
     table = CostTable.from_dict({**table.as_dict(), "likely_s": measure_likely(runner)})
     _log.info(
         "measured the cost of a step in %.1f s: 1 row %.2f ms, 8 rows %.2f ms",
@@ -173,12 +170,6 @@ def load_or_measure(runner: Runner, path: Path | None, *, max_rows: int) -> Cost
     if path is not None:
         _write(path, {"version": _VERSION, **table.as_dict()})
     return table
-
-
-def _short_len(runner: Runner) -> int:
-    """Keys before the rows of a measured step."""
-    info = runner.info
-    return max(1, min(64, info.max_model_len // 4, info.num_blocks * info.block_size // 4))
 
 
 def _write(path: Path, plain: dict[str, object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ INFO = ModelInfo("fake", 16, 1024, (2,), 64, 16, "cpu", "float32", "f", 8, 512)
 class RecordingRunner(FakeRunner):
     """Keeps its Batches; 2 ms a step and 1 ms a row."""
 
-    def __init__(self) -> None:
-        super().__init__(FakeModel(), INFO, step_s=0.002, row_s=0.001)
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(FakeModel(), replace(INFO, **sizes), step_s=0.002, row_s=0.001)
         self.batches: list[Batch] = []
 
     def launch(self, batch: Batch) -> None:
+        assert batch.positions.max() < self.info.max_model_len
         self.batches.append(batch)
         super().launch(batch)
 
@@ -53,6 +55,10 @@ def test_the_table_is_measured_once_and_what_is_quicker_later_takes_its_place(
     again = load_or_measure(runner, path, max_rows=16)
     assert len(runner.batches) < num_steps / 2, "a second start looks at a few rows once"
     assert all(again.cost(rows) <= table.cost(rows) for rows in range(1, 30))
+    for sizes in ({"max_num_batched_tokens": 8}, {"max_model_len": 16}):
+        small = RecordingRunner(**sizes)  # which takes no step as large as some that are known
+        assert load_or_measure(small, path, max_rows=16).cost(16) <= again.cost(16)
+        assert 0 < len(small.batches) < num_steps / 2
     plain = json.loads(path.read_text())
     assert plain["likely_s"] == table.likely_s <= 1e-9 * INFO.vocab_size
     dear = {**plain, "seconds": [10 * seconds for seconds in plain["seconds"]]}
