@@ -106,17 +106,13 @@ def best_verify_every(
 class Fill:
     """How many frequent tokens to add to T, and what is expected then.
 
-    num_fill: candidates to take, from the front of the given order. num_ids: rows of T with them.
-    miss: expected miss rate. verify_every: the best N for it. cost_s: seconds per token; full_s:
-    those of the full head.
+    num_fill: candidates to take, from the front of the given order. verify_every: the best N with
+    them. cost_s: seconds per token.
     """
 
     num_fill: int
-    num_ids: int
-    miss: float
     verify_every: int
     cost_s: float
-    full_s: float
 
 
 def best_fill(
@@ -146,11 +142,4 @@ def best_fill(
         better = priced < cost
         cost[better], every[better] = priced[better], n
     best = int(np.argmin(cost))
-    return Fill(
-        best,
-        num_ids + best,
-        float(misses[best]),
-        int(every[best]),
-        float(cost[best]),
-        full_cost_s(costs),
-    )
+    return Fill(best, int(every[best]), float(cost[best]))

@@ -272,12 +272,23 @@ class VocabProfile:
 
     slice: T with the required ids. fill_ids, fill_gains: int32, float32 [f], see `fill_order`.
     manifest: tokenizer fingerprint (hex), corpus hash, settings, versions, report; JSON values.
+    version: names exactly these ids of this tokenizer: the key a request pins (16 hex digits).
     """
 
     slice: VocabSlice
     fill_ids: Int32
     fill_gains: Float32
     manifest: dict[str, Any] = field(default_factory=dict)
+    version: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        fingerprint = str(self.manifest.get("fingerprint")).encode()
+        digest = hashlib.sha256(fingerprint + self._payload()).hexdigest()
+        object.__setattr__(self, "version", digest[:16])
+
+    def _payload(self) -> bytes:
+        arrays = (self.slice.ids, "<i4"), (self.fill_ids, "<i4"), (self.fill_gains, "<f4")
+        return b"".join(np.ascontiguousarray(*array).tobytes() for array in arrays)
 
     @property
     def miss_rate(self) -> float | None:
@@ -287,27 +298,13 @@ class VocabProfile:
             return None
         return float(held["num_missed"] / held["num_tokens"])
 
-    @property
-    def version(self) -> str:
-        """Names exactly this T of this tokenizer: the key a request pins (16 hex digits)."""
-        digest = hashlib.sha256(str(self.manifest.get("fingerprint")).encode())
-        digest.update(np.ascontiguousarray(self.slice.ids, "<i4").tobytes())
-        return digest.hexdigest()[:16]
-
     def filled(self, num_fill: int) -> VocabSlice:
         """T with the first ids of the fill order (`exact` only)."""
         return self.slice.union(self.fill_ids[:num_fill])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically: a reader sees the old one or the whole new one."""
-        payload = b"".join(
-            np.ascontiguousarray(array, dtype).tobytes()
-            for array, dtype in (
-                (self.slice.ids, "<i4"),
-                (self.fill_ids, "<i4"),
-                (self.fill_gains, "<f4"),
-            )
-        )
+        payload = self._payload()
         manifest = {
             **self.manifest,
             "vocab_size": self.slice.vocab_size,

@@ -42,7 +42,7 @@ from server.engine.gain import Gain, StepShape
 from server.engine.step_times import CostTable
 from server.engine.trees import checked
 from server.types import CORPUS_FITS, SamplingParams, SpeculationParams
-from vocab_store.cost import HeadCosts, best_fill, slice_head_s
+from vocab_store.cost import HeadCosts, best_fill, full_cost_s, slice_head_s
 from vocab_store.profile import ProfileSettings, VocabProfile, build_profile
 from vocab_store.slice import RequiredIds
 
@@ -520,7 +520,8 @@ def vocabulary(
         num_dynamic=held["mean_dynamic"],
     )
     slice_s = costs.body_s + slice_head_s(costs, profile.slice.num_ids + held["mean_dynamic"])
-    speedup = fill.full_s / fill.cost_s
+    full_s = full_cost_s(costs)
+    speedup = full_s / fill.cost_s
     # Slices are there on the CPU only; text that comes in groups should be worth the wait.
     exact = info.device == "cpu" and speedup >= _WORTH_EXACT and run.busy <= BUSY
     return {
@@ -531,9 +532,9 @@ def vocabulary(
         "outputs_with_a_miss": round(held["num_documents_missed"] / held["num_documents"], 3),
         "head_share": round(share, 3),
         "exact_speedup": round(speedup, 3),
-        "exact_ids": fill.num_ids,
+        "exact_ids": profile.slice.num_ids + fill.num_fill,
         "exact_window": fill.verify_every,
-        "slice_speedup": round(fill.full_s / slice_s, 3),
+        "slice_speedup": round(full_s / slice_s, 3),
     }, (profile if exact else None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,8 @@ def test_a_profile_file_is_read_back_whole(made: VocabProfile, tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == ["task.vocab"], "no temporary file is left"
     back = VocabProfile.load(path, fingerprint=b"letters", required=REQUIRED)
     assert back.slice.ids.tolist() == made.slice.ids.tolist() and back.version == made.version
+    refilled = replace(made, fill_ids=made.fill_ids[::-1])
+    assert refilled.version != made.version, "the T of `exact` is another one"
     assert back.slice.vocab_size == V
     np.testing.assert_array_equal(back.fill_ids, made.fill_ids)
     np.testing.assert_array_equal(back.fill_gains, made.fill_gains)
