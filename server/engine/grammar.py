@@ -1,7 +1,7 @@
 """Grammars: compiled off the step loop; each choice has a state that consumes its tokens and makes
 its masks.
 
-    grammars = GrammarCompiler(load_tokenizer, vocab_size)
+    grammars = GrammarCompiler(load_tokenizer)
     start = grammars.compile(spec, scope)     # a Future; equal specs of a scope share one
     state = GrammarState(start.result())      # one per choice
     state.fill_mask(row); state.consume(token_id); state.is_complete; state.rollback(num_tokens)
@@ -21,9 +21,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +69,6 @@ class GrammarCompiler:
     def __init__(
         self,
         load_tokenizer: Callable[[], GrammarTokenizer],
-        vocab_size: int,
         *,
         timeout_s: float = 10.0,
         max_kept: int = 64,
@@ -76,12 +76,13 @@ class GrammarCompiler:
         num_threads: int = 2,
     ) -> None:
         self.timeout_s = timeout_s
-        self.vocab_size = vocab_size
         self._load_tokenizer = load_tokenizer
         self._max_kept = max_kept
         self._max_kept_chars = max_kept_chars
         self._num_kept_chars = 0
         self._kept: OrderedDict[tuple[str, GrammarSpec], Future[Matcher]] = OrderedDict()
+        # Those that wait, by API key: the threads take one of each in turn.
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._tokenizer: Future[GrammarTokenizer] | None = None
@@ -92,14 +93,18 @@ class GrammarCompiler:
         key = (scope, spec)
         future = self._kept.get(key)
         if future is not None:
-            has_failed = future.done() and (future.cancelled() or future.exception())
+            has_failed = future.done() and future.exception()
             if not has_failed:
                 self._kept.move_to_end(key)
                 return future
         if self._kept.pop(key, None) is not None:  # one that failed
             self._num_kept_chars -= len(spec.source)
-        future = self._threads.submit(self._work, spec, self._loading())
-        self._kept[key] = future
+        future = self._kept[key] = Future()
+        tokenizer = self._loading()
+        with self._lock:
+            waiting = self._waiting.setdefault(scope.partition("\0")[0], deque())
+            waiting.append((future, spec, tokenizer))
+        self._threads.submit(self._work)
         self._num_kept_chars += len(spec.source)
         while len(self._kept) > 1 and (
             len(self._kept) > self._max_kept or self._num_kept_chars > self._max_kept_chars
@@ -129,18 +134,30 @@ class GrammarCompiler:
         except Exception as error:
             _log.warning("structured outputs are not available: %s", error)
             raise
-        _log.info(
-            "the first request with a grammar: its tables for %d ids took %.2f s",
-            self.vocab_size,
-            time.monotonic() - began,
-        )
+        took_s = time.monotonic() - began
+        _log.info("the first request with a grammar: its tables took %.2f s", took_s)
         return tokenizer
 
     def close(self) -> None:
         """End the threads; compilations under way are not waited for. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for future, *_ in chain(*self._waiting.values()):
+                future.cancel()
 
-    def _work(self, spec: GrammarSpec, tokenizer: Future[GrammarTokenizer]) -> Matcher:
+    def _work(self) -> None:
+        with self._lock:
+            key, waiting = self._waiting.popitem(last=False)
+            future, spec, tokenizer = waiting.popleft()
+            if waiting:
+                self._waiting[key] = waiting
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(self._made(spec, tokenizer))
+        except BaseException as error:  # the libraries' panics, too
+            future.set_exception(error)
+
+    def _made(self, spec: GrammarSpec, tokenizer: Future[GrammarTokenizer]) -> Matcher:
         try:
             known = tokenizer.result()
         except Exception as error:
@@ -150,6 +167,9 @@ class GrammarCompiler:
         finally:  # most of what was read of the libraries' code compiles, and is not in a step
             for library in ("/llguidance/", "/tokenizers/"):
                 release_code(library)
+
+
+_Job = tuple["Future[Matcher]", GrammarSpec, "Future[GrammarTokenizer]"]
 
 
 def _compiled(spec: GrammarSpec, known: GrammarTokenizer) -> Matcher:

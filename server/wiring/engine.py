@@ -244,7 +244,7 @@ class _Vocabularies:
                     grammars.tokenizer(), order.vocab_size, eos_token_ids, enrichment
                 )
 
-            own_grammars = GrammarCompiler(load, order.vocab_size)
+            own_grammars = GrammarCompiler(load)
         return Vocabulary(
             wide.fingerprint.hex(),
             enrichment,
@@ -364,7 +364,7 @@ def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> Grammar
             table.release_pages()
             release_memory()
 
-    return GrammarCompiler(load, info.vocab_size)
+    return GrammarCompiler(load)
 
 
 def _cost_file(order: EngineOrder, info: ModelInfo) -> Path:

@@ -75,7 +75,6 @@ def make_engine(
 
         grammars = GrammarCompiler(
             partial(read_grammar_tokenizer, tokenizer, vocab_size),
-            vocab_size,
             max_kept=max_grammars,
         )
     info = fake_info(

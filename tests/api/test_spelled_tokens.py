@@ -162,7 +162,7 @@ def real_tokenizer() -> Path:
 def _check_tokenizer(file: Path, eos: int, texts: tuple[str, ...], special: set[str]) -> None:
     tokenizer = Tokenizer.from_file(str(file))
     vocab = tokenizer.get_vocab_size(with_added_tokens=True)
-    compiler = GrammarCompiler(lambda: read_grammar_tokenizer(tokenizer, vocab, (eos,)), vocab)
+    compiler = GrammarCompiler(lambda: read_grammar_tokenizer(tokenizer, vocab, (eos,)))
     try:
         for text in texts:
             for spec, wanted in (

@@ -341,7 +341,7 @@ def test_grammars_that_wait_to_be_compiled_end_with_the_engine() -> None:
         raise OSError("too late")
 
     engine, _, own = small(2, 2)
-    compilers = {name: GrammarCompiler(load, 17, num_threads=1) for name in own.models}
+    compilers = {name: GrammarCompiler(load, num_threads=1) for name in own.models}
     engine.adapters.read = lambda order: Vocabulary(order.folder, grammars=compilers[order.folder])
     for name in own.models:
         engine.adapters.register(own.order(name), load=False)

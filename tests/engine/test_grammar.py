@@ -68,7 +68,7 @@ def load() -> Callable[[], Any]:
 
 @pytest.fixture(scope="module")
 def compiler(load: Callable[[], Any]) -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(load, VOCAB)
+    made = GrammarCompiler(load)
     yield made
     made.close()
 
@@ -466,7 +466,7 @@ def _slow(gate: threading.Event, load: Callable[[], Any], **options: Any) -> Gra
         assert gate.wait(30)
         return load()
 
-    return GrammarCompiler(wait, VOCAB, **options)
+    return GrammarCompiler(wait, **options)
 
 
 def test_others_go_on_while_a_grammar_is_compiled(load: Callable[[], Any]) -> None:
@@ -492,6 +492,19 @@ def test_others_go_on_while_a_grammar_is_compiled(load: Callable[[], Any]) -> No
     results = run_requests(engine)
     assert _answer(results["waits", 0]).startswith(b'{"name":"')
     assert not engine.is_preparing
+
+
+def test_keys_take_turns_at_the_threads(load: Callable[[], Any]) -> None:
+    gate, order, found = threading.Event(), list[str](), []
+    slow = _slow(gate, load, num_threads=1)
+    for i, key in enumerate("aaaabb"):
+        found.append(slow.compile(GrammarSpec("regex", f"b{{{i}}}"), f"{key}\0"))
+        found[-1].add_done_callback(lambda _, key=key: order.append(key))
+    gate.set()
+    for future in found:
+        future.result()
+    slow.close()
+    assert "".join(order) == "ababaa"
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(load: Callable[[], Any]) -> None:
@@ -530,14 +543,14 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request(
             raise OSError("no such file")
         return load()
 
-    engine = _engine(GrammarCompiler(broken, VOCAB))
+    engine = _engine(GrammarCompiler(broken))
     for name, code in (("r", "engine_error"), ("later", None), ("last", None)):
         assert answers(engine, _request(name, COMPACT))[name, 0].error_code == code
     assert len(tries) == 2
 
 
 def test_equal_grammars_are_compiled_once_and_few_are_kept(load: Callable[[], Any]) -> None:
-    small = GrammarCompiler(load, VOCAB, max_kept=4)
+    small = GrammarCompiler(load, max_kept=4)
     first = small.compile(GrammarSpec("regex", "a"))
     assert small.compile(GrammarSpec("regex", "a")) is first
     other = small.compile(GrammarSpec("regex", "a"), "b\0")
@@ -546,6 +559,8 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(load: Callable[[], An
     found = [small.compile(GrammarSpec("regex", f"b{{{i}}}")) for i in range(20)]
     again = [small.compile(GrammarSpec("regex", f"b{{{i}}}")) for i in (19, 18, 17, 16, 15)]
     assert [one in found for one in again] == [True, True, True, True, False]
+    last = small.compile(GrammarSpec("regex", "b{16}"))
+    assert last in found, "the 19th went, which was asked for again before it"
     assert small.compile(GrammarSpec("regex", "a")) is not first
     bad = small.compile(GrammarSpec("regex", "("))
     with pytest.raises(ValueError, match="unclosed"):
@@ -555,7 +570,7 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(load: Callable[[], An
 
 
 def test_large_grammars_are_kept_by_their_length(load: Callable[[], Any]) -> None:
-    large = GrammarCompiler(load, VOCAB, max_kept_chars=1000)
+    large = GrammarCompiler(load, max_kept_chars=1000)
     specs = [GrammarSpec("regex", f"{i}" * 300) for i in range(9)]
     found = []
     for spec in specs:

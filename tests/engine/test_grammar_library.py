@@ -72,7 +72,7 @@ def test_nothing_is_built_before_the_first_grammar(tmp_path: Path) -> None:
         num_loads += 1
         return read_grammar_tokenizer(tokenizer, size)
 
-    compiler = GrammarCompiler(load, size)
+    compiler = GrammarCompiler(load)
     assert num_loads == 0
     found = [compiler.compile(GrammarSpec("regex", text)) for text in ("a", "b", "a")]
     assert found[0].result() is found[2].result() is not found[1].result()

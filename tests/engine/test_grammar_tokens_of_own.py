@@ -33,7 +33,7 @@ def _states(folder: Path, spec: GrammarSpec) -> tuple[GrammarState, GrammarState
         def load() -> GrammarTokenizer:
             return read_grammar_tokenizer(tokenizer, size, (EOS,), given)
 
-        return GrammarState(GrammarCompiler(load, size).compile(spec).result())
+        return GrammarState(GrammarCompiler(load).compile(spec).result())
 
     return state(None, BASE), state(enrichment, BASE + len(parts)), enrichment
 

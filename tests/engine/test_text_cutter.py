@@ -163,8 +163,8 @@ def test_masks_are_those_of_the_whole_tokenizer(tmp_path: Path, kind: str) -> No
         file, table, vocab_size, (0,), Tokenizer.from_str, None, tmp_path / "kept"
     )
     compilers = [
-        GrammarCompiler(lambda: known, vocab_size),
-        GrammarCompiler(lambda: _old(tokenizer, vocab_size), vocab_size),
+        GrammarCompiler(lambda: known),
+        GrammarCompiler(lambda: _old(tokenizer, vocab_size)),
     ]
     rng = Random(kind)
     num_masks = num_forced = 0

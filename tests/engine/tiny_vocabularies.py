@@ -138,7 +138,7 @@ class BothTokenizers:
     def compiler(self) -> GrammarCompiler:
         """The engine's. It is never closed."""
         known = GrammarTokenizer(self.library, {}, NO_PIECES, lambda text: [])
-        return GrammarCompiler(lambda: known, len(self.pieces))
+        return GrammarCompiler(lambda: known)
 
 
 def tokenizer_over(

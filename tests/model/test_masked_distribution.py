@@ -170,7 +170,7 @@ def check(language: Language, texts: list[Path_]) -> None:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(partial(read_grammar_tokenizer, TOKENIZER, VOCAB), VOCAB)
+    made = GrammarCompiler(partial(read_grammar_tokenizer, TOKENIZER, VOCAB))
     yield made
     made.close()
 
@@ -221,7 +221,7 @@ def test_a_real_model_s_texts_have_the_masked_model_s_chances(real_model_folder:
     runner: Any = build_runner(spec)
     eos = runner.info.eos_token_ids
     load = partial(read_grammar_tokenizer, tokenizer, runner.info.vocab_size, eos)
-    compiler = GrammarCompiler(load, runner.info.vocab_size)
+    compiler = GrammarCompiler(load)
     module: Any = AutoModelForCausalLM.from_pretrained(real_model_folder, dtype=torch.float32)
     prompt = tuple(tokenizer.encode("Is the sky blue? Answer with one word:").ids)
     grammar = GrammarSpec("regex", " (yes|no|not (so|in)|a big no)")
