@@ -167,7 +167,7 @@ class AdapterShelf:
         adapter = self.known.get(adapter_id)
         if adapter is None or adapter.forgotten:
             return "the adapter is not loaded (any more)", "model_not_found"
-        if adapter.takes_room or self._has_room():
+        if adapter.takes_room or self._num_free > 0 or self._victim() is not None:
             return None
         text = (
             f"all {self._most} adapters in memory are in use (engine.max_adapters); try again later"
@@ -240,13 +240,13 @@ class AdapterShelf:
                 return adapter
         return None
 
-    def _has_room(self) -> bool:
-        taken = sum(adapter.takes_room for adapter in self.known.values())
-        return taken < self._most or self._victim() is not None
+    @property
+    def _num_free(self) -> int:
+        return self._most - sum(adapter.takes_room for adapter in self.known.values())
 
     def _make_room(self) -> bool:
         """Take one adapter out of memory if all places are taken. False: none may leave."""
-        if sum(adapter.takes_room for adapter in self.known.values()) < self._most:
+        if self._num_free > 0:
             return True
         victim = self._victim()
         if victim is None:

@@ -359,9 +359,8 @@ def linear_sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
     }
 
 
-def opened_adapter(folder: Path, shape: ModelShape, num_base: int) -> tuple[LoraAdapter, int]:
-    """(an adapter that may stand beside a base model, rows of its tables), once everything but the
-    numbers was looked at.
+def opened_adapter(folder: Path, shape: ModelShape, num_base: int) -> LoraAdapter:
+    """An adapter that may stand beside a base model, once everything but the numbers was looked at.
 
     num_base: rows of the base's embedding table. Raises ModelError for one that does not fit,
     UnsupportedModelError for what no runner computes.
@@ -373,7 +372,8 @@ def opened_adapter(folder: Path, shape: ModelShape, num_base: int) -> tuple[Lora
             "merged (`adapter:` of a model of its own)"
         )
     lora.check(linear_sizes(shape))
-    return lora, lora.num_rows(num_base)
+    lora.num_rows(num_base)
+    return lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,22 +385,12 @@ class TokenRows:
     rows: Any
 
 
-def token_rows(
-    lora: LoraAdapter, shape: ModelShape, num_rows: int
-) -> tuple[TokenRows | None, TokenRows | None]:
-    """An adapter's own rows of (the embedding, the head), None where it has none. A tied head has
-    the embedding's, unless it has others.
-
-    num_rows: of its tables, as opened_adapter tells. Raises ModelError for ids past them.
-    """
+def token_rows(lora: LoraAdapter, shape: ModelShape) -> tuple[TokenRows | None, TokenRows | None]:
+    """The own rows of an opened adapter, of (the embedding, the head), None where it has none. A
+    tied head has the embedding's, unless it has others."""
     embedding, head = (_rows_of(lora, name, shape.hidden_size) for name in (EMBEDDING, HEAD))
     if head is None and shape.tied:
         head = embedding
-    most = max((int(t.ids[-1]) + 1 for t in (embedding, head) if t is not None), default=0)
-    if most > num_rows:
-        raise ModelError(
-            f"adapter {lora.folder}: row {most - 1} lies past the {num_rows} that it has"
-        )
     return embedding, head
 
 
@@ -433,7 +423,7 @@ def _rows_of(lora: LoraAdapter, name: str, width: int) -> TokenRows | None:
 
 def check_adapter(folder: Path, shape: ModelShape, num_base: int) -> bool:
     """Whether an adapter's head has rows of its own; reads no weights. Raises as opened_adapter."""
-    lora, _ = opened_adapter(folder, shape, num_base)
+    lora = opened_adapter(folder, shape, num_base)
     return lora.changes_table(HEAD) or (shape.tied and lora.changes_table(EMBEDDING))
 
 

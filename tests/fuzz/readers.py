@@ -468,8 +468,8 @@ def _use_adapter(data: bytes, folder: Path) -> None:
     from tests.model.tiny_models import tiny_config
 
     shape = shape_of(_supported(tiny_config("llama")))
-    lora, num_rows = opened_adapter(_unpacked(data, folder), shape, 128)
-    for table in token_rows(lora, shape, num_rows):
+    lora = opened_adapter(_unpacked(data, folder), shape, 128)
+    for table in token_rows(lora, shape):
         assert table is None or bool(torch.isfinite(table.rows.float()).all())
     for name in lora.names():
         a, b = lora.pair(name)
@@ -833,7 +833,7 @@ def _use_grammar(data: bytes, folder: Path) -> None:
     from server.types import GrammarSpec
 
     kind, _, source = data.partition(b"\0")
-    compiler = GrammarCompiler(_grammar_tokenizer, 400)
+    compiler = GrammarCompiler(_grammar_tokenizer)
     text = source.decode("utf-8", "replace")
     state = GrammarState(compiler.compile(GrammarSpec(kind.decode(), text)).result())  # type: ignore[arg-type]
     state.fill_mask(np.zeros(state.num_words, np.uint32))

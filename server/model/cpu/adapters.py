@@ -101,12 +101,12 @@ def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers)
     num_base: rows of the base's embedding table. layers: of the base, for their layout.
     Raises ModelError for one that does not fit, UnsupportedModelError for what is not computed.
     """
-    lora, num_rows = opened_adapter(folder, shape, num_base)
+    lora = opened_adapter(folder, shape, num_base)
     up = gate_up_layout(layers, shape)[1]
     packer = _Packer(lora, shape, up)
     embedding, head = (
         None if own is None else TokenRows(own.ids, np.ascontiguousarray(own.rows.float().numpy()))
-        for own in token_rows(lora, shape, num_rows)
+        for own in token_rows(lora, shape)
     )
     if head is not None:
         head = TokenRows(head.ids, packed(head.rows))

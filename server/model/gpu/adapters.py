@@ -136,7 +136,7 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
     base, which everything is rounded to. Raises ModelError for one that does not fit,
     UnsupportedModelError for what is not computed.
     """
-    lora, num_rows = opened_adapter(folder, shape, shape.vocab_size)
+    lora = opened_adapter(folder, shape, shape.vocab_size)
     known = lora.names()
     parts = {}
     for name in linear_sizes(shape):
@@ -147,7 +147,7 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
     columns = _columns(lora)
     own = [
         None if part is None else TokenRows(part.ids, part.rows.to(dtype))
-        for part in token_rows(lora, shape, num_rows)
+        for part in token_rows(lora, shape)
     ]
     num_bytes = sum(map(sum, linear_sizes(shape).values())) * columns * dtype.itemsize
     num_bytes += sum(part.rows.nbytes for part in own if part is not None)
@@ -223,7 +223,7 @@ class LoraBank:
         columns = _LEAST_RANK
         for folder in folders:
             try:
-                lora, _ = opened_adapter(Path(folder), self.shape, self.shape.vocab_size)
+                lora = opened_adapter(Path(folder), self.shape, self.shape.vocab_size)
             except (TailorError, OSError) as error:  # whoever loads it is told
                 _log.warning("there is no room for adapter %s: %s", folder, error)
                 continue
