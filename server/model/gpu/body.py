@@ -24,6 +24,7 @@ are inputs like the others, as embeddings are that are gathered in CPU memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,8 @@ from server.model.interface import StepHolder
 from server.model.shape import ModelShape, generic_shape, shape_of
 from server.model.states import DeltaNet
 from server.types import ModelInfo
+
+_log = logging.getLogger(__name__)
 
 
 def delta_nets(module: nn.Module) -> list[DeltaNet]:
@@ -159,12 +162,13 @@ Forward = Callable[[], torch.Tensor]
 
 class StepGraphs:
     """Captured graphs by their key. One memory pool; used from one thread and stream. largest: most
-    rows of a graph."""
+    rows of a graph. refused: keys of which no graph can be captured; their steps run plainly."""
 
     def __init__(self, device: torch.device, largest: int) -> None:
         self._device = device
         self.largest = largest
         self.num_captured = 0
+        self.refused: set[GraphKey] = set()
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -185,8 +189,13 @@ class StepGraphs:
             stream = torch.cuda.current_stream(self._device)
             # Another thread's allocation, or a question to the driver, does not end a capture.
             mode = "thread_local"
-            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode=mode):
-                output = forward()
+            try:
+                with torch.cuda.graph(graph, self._pool, stream, capture_error_mode=mode):
+                    output = forward()
+            except Exception as error:  # the pool gets no more memory, say
+                _log.warning("steps like %s run without a graph: %s", key, error)
+                self.refused.add(key)
+                return forward()
             found = self._graphs[key] = (graph, output)
             self.num_captured += 1
         graph, output = found
@@ -196,6 +205,7 @@ class StepGraphs:
     def forget(self) -> None:
         """Drop all graphs: something that they read has moved."""
         self._graphs.clear()
+        self.refused.clear()
         # torch does not capture into a pool again whose last graph is gone.
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -366,7 +376,8 @@ class BodyRun:
             return None
         if "items" in arrays and arrays["items"].shape[0] > ITEMS_A_ROW * num_rows:
             return None  # a history is replayed
-        return GraphKey(num_rows, num_splits, "adapters" in arrays, "own_embeds" in arrays)
+        key = GraphKey(num_rows, num_splits, "adapters" in arrays, "own_embeds" in arrays)
+        return None if key in self.graphs.refused else key
 
     def run(
         self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan

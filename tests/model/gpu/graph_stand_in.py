@@ -24,6 +24,7 @@ class FirstCalls:
         self.largest = largest
         self.num_runs = num_runs
         self.keys: list[Any] = []
+        self.refused: set[Any] = set()
         self.num_captured = self.num_forgotten = 0
         self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
         self._captured: dict[Any, Forward] = {}

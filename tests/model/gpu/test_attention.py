@@ -197,6 +197,9 @@ def test_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPatch) ->
         if attention == "triton":
             assert graphs.keys == [GraphKey(4, 1)] * 6
             assert graphs.num_forgotten == 1 and graphs.num_captured == 2
+            graphs.refused.add(GraphKey(4, 1))
+            runner.launch(tree.build())
+            assert runner.wait().token_ids.tolist() == ids[-1] and len(graphs.keys) == 6
         found.append(ids)
         runner.close()
     assert found[0] == found[1]

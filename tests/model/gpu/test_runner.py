@@ -209,6 +209,25 @@ def test_buckets_of_rows_and_levels_of_splits() -> None:
     assert graphs.split_level(5, 8) == 8
 
 
+def test_a_graph_that_cannot_be_captured_is_not_tried_at_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that is not there."""
+    key, hidden = GraphKey(4, 1), torch.ones(4, 2)
+
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("the pool is full")
+
+    monkeypatch.setattr(torch.cuda, "graph", no_room)
+    for name in ("CUDAGraph", "current_stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    made = graphs.StepGraphs(CPU, 8)
+    assert made.run(key, lambda: hidden) is hidden, "the step itself is computed"
+    assert made.refused == {key} and made.num_captured == 0
+    made.forget()
+    assert not made.refused
+
+
 def tile_shape(group_size: int = 3, max_partials: int = 10_000) -> attention.TileShape:
     return attention.TileShape(group_size, 256, 8, max_partials)
 
