@@ -22,9 +22,9 @@ from torch import nn
 from server.errors import ConfigError
 from server.model import nf4
 from server.model.adapter import EMBEDDING, HEAD
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, padded_inputs
-from server.model.cpu.integers.packed import FORM_OF, HEAD_FORM_OF
-from server.model.cpu.integers.weights import Measured, Stored, from_ggml, quantised, spread_weights
+from server.model.cpu.integers.forms import BLOCK, BY_NAME
+from server.model.cpu.integers.packed import FORM_OF, rounded
+from server.model.cpu.integers.weights import Measured, Stored, from_ggml
 from server.model.cpu.tensors import ModelTensors
 from server.model.gguf_file import GgufWeights
 from server.model.loader import ModelFolder, WeightReader
@@ -203,7 +203,7 @@ def _rounding(
         measured = measured_inputs(folder, shape, threads=threads)
     tensors = ModelTensors(shape, weights)
     of = {
-        part.name: (layer, kind)
+        part.name: (kind, layer)
         for layer in range(shape.num_layers)
         for kind, parts in tensors.matrices(layer).items()
         for part in parts
@@ -212,16 +212,9 @@ def _rounding(
     def matrix_of(name: str) -> Matrix:
         if name == weights.tensor_names.embedding:
             return Floats(weights.get(name).to(device))
-        layer, kind = of.get(name, (0, "head"))
-        own = BY_NAME[HEAD_FORM_OF[form] if kind == "head" else FORM_OF[form]]
-        if layer in measured.in_blocks.get(kind, ()):
-            own = BY_NAME["q8_0"]
+        kind, layer = of.get(name, ("head", 0))
         weight = weights.get(name).float().numpy()
-        factors = None
-        if own.per_output:
-            ones = np.ones(padded_inputs(own, weight.shape[1]), np.float32)
-            factors = measured.factors.get(kind if kind == "head" else f"{layer}.{kind}", ones)
-            weight = spread_weights(weight, factors)
-        return Integers(quantised(own, weight), weights.shape(name)[1], device, factors)
+        stored, factors = rounded(weight, form, measured, kind, layer)
+        return Integers(stored, weight.shape[1], device, factors)
 
     return matrix_of

@@ -80,8 +80,6 @@ class PackedWeights(RunnerWeights):
         dtype: str = "float32",
         head_in_file: bool = False,
     ) -> None:
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"the CPU runner stores weights as float32 or bfloat16, not {dtype}")
         self._bf16 = dtype == "bfloat16"
         self._arena = Arena()
         self._kept: list[Panels] = []  # the addresses of records are theirs

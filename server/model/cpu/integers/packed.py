@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from server.errors import ModelError
 from server.model.cpu.head import HeadInFile, PackedHead
 from server.model.cpu.integers.amx import tile_rows
 from server.model.cpu.integers.forms import (
@@ -60,6 +61,23 @@ blocks for outliers (outliers.py measures which) and the LM head."""
 HEAD_FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q8_0"}
 # Files of 4 bits keep the head in more: rounded to 4, SmolLM2's is 8 % off, to 8 bits 1 %.
 _CHUNK = 128 * PANEL  # rows of the head that are taken apart at a time: it is larger then
+
+
+def rounded(
+    weight: Float32, form: str, measured: Measured, kind: str, layer: int = 0
+) -> tuple[Stored, Float32 | None]:
+    """A layer's matrix of a kind, or the "head", as a key of FORM_OF rounds it, and what its inputs
+    are spread with, float32 [inputs in whole blocks]; None where they are not. Raises as
+    `quantised`."""
+    names, key = (HEAD_FORM_OF, kind) if kind == "head" else (FORM_OF, f"{layer}.{kind}")
+    in_blocks = layer in measured.in_blocks.get(kind, ())
+    own = BY_NAME["q8_0" if in_blocks else names[form]]
+    factors = None
+    if own.per_output:
+        ones = np.ones(padded_inputs(own, weight.shape[1]), np.float32)
+        factors = measured.factors.get(key, ones)
+        weight = spread_weights(weight, factors)
+    return quantised(own, weight), factors
 
 
 def integer_linear(layers: Sequence[Sequence[Part]], rows: Activations, factors: Float32) -> Linear:
@@ -114,10 +132,7 @@ class IntegerWeights(RunnerWeights):
         self._file = cast("GgufWeights", weights) if form == "file" else None
         self._kept = kept
         self._measured = measured or (Measured() if kept is None else kept.measured)
-        self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
-        self._head_form = None if form == "file" else BY_NAME[HEAD_FORM_OF[form]]
-        if "head" in self._measured.in_blocks:
-            self._head_form = BY_NAME["q8_0"]
+        self._form = form
         self._max_rows = max_rows
         self._hidden_size = shape.hidden_size
         self._arena = Arena()
@@ -158,27 +173,24 @@ class IntegerWeights(RunnerWeights):
         """float32 [num_inputs]: what the inputs of a matrix are spread with."""
         return self._measured.factors.get(name, np.ones(num_inputs, np.float32))
 
-    def _stored(self, name: str, rows: Rows, form: Form | None) -> Stored:
-        """Rows of a matrix rounded to a form, or, with None, as their file has them."""
-        if form is None:
-            assert self._file is not None
+    def _stored(self, rows: Rows, kind: str, layer: int = 0) -> Stored:
+        """Rows of a matrix, rounded or as their file has them. Raises ModelError."""
+        if self._file is not None:
             return from_ggml(self._file.form(rows.name), rows.tensor.numpy())
         weight: Float32 = rows.tensor.float().numpy()
-        if form.per_output:
-            factors = self._factors(name, padded_inputs(form, weight.shape[1]))
-            weight = spread_weights(weight, factors)
-        return quantised(form, weight)
+        try:
+            return rounded(weight, self._form, self._measured, kind, layer)[0]
+        except ValueError as error:
+            raise ModelError(f"{rows.name}: {error}") from None
 
     def _layer(self, tensors: ModelTensors, layer: int) -> dict[str, list[Part]]:
         """The matrices of a layer by kind, in panels."""
         if self._kept is not None:
             return self._kept.layer(layer)
-        found = {}
-        for kind, parts in tensors.matrices(layer).items():
-            in_blocks = layer in self._measured.in_blocks.get(kind, ())
-            form, name = BY_NAME["q8_0"] if in_blocks else self._form, f"{layer}.{kind}"
-            found[kind] = [pack(self._stored(name, part, form), self._arena) for part in parts]
-        return found
+        return {
+            kind: [pack(self._stored(part, kind, layer), self._arena) for part in parts]
+            for kind, parts in tensors.matrices(layer).items()
+        }
 
     def _record(self, kind: str, layers: Sequence[Sequence[Part]]) -> Linear:
         """One matrix a layer; none where a layer has none of the kind."""
@@ -208,7 +220,7 @@ class IntegerWeights(RunnerWeights):
     def _some_rows(self, rows: Rows, token_ids: Int64) -> PackedHead:
         """A head of some rows of the model's."""
         own = Rows(rows.name, rows.tensor[token_ids])
-        head = self._head_of(pack(self._stored("head", own, self._head_form), Arena()))
+        head = self._head_of(pack(self._stored(own, "head"), Arena()))
         if self._file is not None:
             self._file.release_pages()
         return head
@@ -219,18 +231,16 @@ class IntegerWeights(RunnerWeights):
             (kept,) = self._kept.parts("head")
             return kept
         table = tensors.head()
-        form, panels, inputs = self._head_form, np.empty((0, 0), np.uint8), 0
+        panels = np.empty((0, 0), np.uint8)
         for first in range(0, num_rows, _CHUNK):
             last = min(first + _CHUNK, num_rows)
-            part = self._stored("head", Rows(table.name, table.tensor[first:last]), self._head_form)
+            part = self._stored(Rows(table.name, table.tensor[first:last]), "head")
             if first == 0:
-                form, inputs = part.form, part.numbers.shape[1]
-                size = form.panel_bytes(inputs)
+                size = part.form.panel_bytes(part.numbers.shape[1])
                 panels = self._arena.take(panels_of(num_rows) * size).reshape(-1, size)
             at = first // PANEL
             pack_rows(part, panels[at : at + panels_of(last - first)])
-        assert form is not None
-        return Part(form, inputs, num_rows, panels)
+        return Part(part.form, part.numbers.shape[1], num_rows, panels)
 
 
 # -- The LM head ----------------------------------------------------------------------------------

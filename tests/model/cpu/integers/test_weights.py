@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType, quants
 
+from server.errors import ModelError
 from server.model.cpu.integers.forms import BY_NAME, CHANNEL, FORMS
 from server.model.cpu.integers.weights import dequantised, from_ggml, pack, quantised
 from server.model.cpu.linear import Arena
+from tests.model import families
 from tests.model.cpu.integers.cases import GGML, ggml_rows, stored
+from tests.model.cpu_models import cpu_runner
 
 
 @pytest.mark.parametrize("name", GGML)
@@ -40,11 +46,12 @@ def test_one_scale_an_output_is_within_half_a_step() -> None:
     assert not got[:, 70:].any()
 
 
-def test_values_that_are_not_finite_are_refused() -> None:
-    weight = np.ones((2, 32), np.float32)
-    weight[1, 3] = np.nan
-    with pytest.raises(ValueError, match="not finite"):
-        quantised(CHANNEL, weight)
+def test_a_tensor_that_is_not_finite_is_named() -> None:
+    module: Any = families.build("llama:1")
+    with torch.no_grad():
+        module.model.layers[0].mlp.up_proj.weight[1, 3] = float("nan")
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj\.weight: .*not finite"):
+        cpu_runner(module, dtype="int8")
 
 
 def test_memory_is_the_files() -> None:
