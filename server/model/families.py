@@ -363,13 +363,16 @@ def position_limit(values: Any, asked: int | None = None) -> int:
 
     values: a text config, as a mapping or an object. asked: max_model_len, None = not set. With
     `longrope` all positions' angles are other ones beyond the original context, so that is the
-    limit, unless more is asked for: then the factors of long sequences are used for all.
+    limit, unless more is asked for: then the factors of long sequences are used for all. Raises
+    ValueError where the values do not say how many positions there are.
     """
 
     def get(key: str) -> Any:
         return values.get(key) if isinstance(values, Mapping) else getattr(values, key, None)
 
-    limit = int(get("max_position_embeddings") or get("n_positions"))
+    limit: int = get("max_position_embeddings") or get("n_positions") or 0
+    if not limit:
+        raise ValueError("max_position_embeddings is missing")
     rope = get("rope_parameters") or get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
         original = rope.get("original_max_position_embeddings")

@@ -124,6 +124,8 @@ def test_a_multimodal_config_may_leave_sizes_out() -> None:
     check_raw(raw)
     assert text_values(raw)["vocab_size"] == 262208
     assert position_limit(text_values(raw)) == 131072
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        position_limit(raw)
 
 
 @pytest.mark.parametrize(
