@@ -145,7 +145,7 @@ async def generation_of(
             "the last message must be an assistant's text.", at="continue_final_message"
         )
     if not template.has_tools:
-        messages, shown = tell_tools(messages, shown), None
+        messages, shown = await orders.work(lambda: tell_tools(messages, shown), num_chars), None
     adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
     opening = "" if forced is None else forced.opening
     try:

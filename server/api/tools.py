@@ -24,6 +24,7 @@ import secrets
 import string
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 from server.api.schemas import SchemaRules, StrictArguments, mapped, prepared
@@ -580,24 +581,18 @@ def tell_tools(
     the user's, those that follow each other in one message.
     """
     told: list[dict[str, Any]] = []
-    in_results = False
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "tool":
-            block = f"<tool_response>\n{content}\n</tool_response>"
-            if in_results:
-                told[-1]["content"] += f"\n{block}"
-            else:
-                told.append({"role": "user", "content": block})
-            in_results = True
+    for is_result, run in groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:
+            blocks = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in run]
+            told.append({"role": "user", "content": "\n".join(blocks)})
             continue
-        in_results = False
-        blocks = [content] if content else []
-        for call in message.get("tool_calls", ()):
-            written = json.dumps(call["function"], ensure_ascii=False)
-            blocks.append(f"<tool_call>\n{written}\n</tool_call>")
-        others = {key: value for key, value in message.items() if key != "tool_calls"}
-        told.append({**others, "content": "\n".join(blocks)})
+        for message in run:
+            blocks = [message["content"]] if message["content"] else []
+            for call in message.get("tool_calls", ()):
+                written = json.dumps(call["function"], ensure_ascii=False)
+                blocks.append(f"<tool_call>\n{written}\n</tool_call>")
+            others = {key: value for key, value in message.items() if key != "tool_calls"}
+            told.append({**others, "content": "\n".join(blocks)})
     if tools:
         signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         how = _HOW_TO_CALL.format(signatures=signatures)

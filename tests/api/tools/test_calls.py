@@ -19,6 +19,7 @@ from server.api.tools import (
     ToolReader,
     force_call,
     format_of,
+    tell_tools,
 )
 from server.grammar_text import grammar_problem
 from server.types import GrammarSpec
@@ -247,3 +248,11 @@ def test_white_space_without_end_is_read_once(style: ToolFormat) -> None:
     assert read(style, spaces, 3) == [spaces]
     assert read(style, call + spaces, 3) == [("f", "{}")]
     assert time.process_time() - began_s < 5.0
+
+
+def test_results_that_follow_each_other_are_joined_once() -> None:
+    results = [{"role": "tool", "content": f"{i:4000}"} for i in range(4096)]
+    began_s = time.process_time()
+    (told,) = tell_tools(results, None)
+    assert time.process_time() - began_s < 2.0
+    assert told["content"].count("<tool_response>") == len(results)
