@@ -11,7 +11,7 @@ import copy
 import hashlib
 import logging
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -77,6 +77,7 @@ class Calibrations:
         self._workspace: Workspace | None = None  # of the engine's thread
         self._calibrated: set[tuple[str, str]] = set()  # (task, drafter's name)
         self._dirty: set[tuple[str, str, str]] = set()  # (task, drafter's name, scope)
+        self._unwritten: deque[set[tuple[str, str, str]]] = deque()  # the other thread's news
         self._to_save: list[TableKey] = []
         self._next_save_s = time.monotonic() + save_every_s
 
@@ -212,6 +213,8 @@ class Calibrations:
     def poll(self) -> None:
         """Between steps: save one table that is due. Copying it takes a fraction of a
         millisecond."""
+        while self._unwritten:
+            self._dirty |= self._unwritten.popleft()
         if self._to_save:
             self._save_next()
         elif self._dirty and time.monotonic() >= self._next_save_s:
@@ -227,6 +230,7 @@ class Calibrations:
 
     def flush(self) -> None:
         """Save everything now."""
+        self.poll()
         self._plan_saves()
         while self._to_save:
             self._save_next()
@@ -283,7 +287,7 @@ class Calibrations:
             write()
         except OSError as error:
             _log.warning("calibration could not be written: %s", error.strerror)
-            self._dirty.update(used)
+            self._unwritten.append(used)
 
     @cached_property
     def _tallies(self) -> defaultdict[tuple[str, str], Float64]:
