@@ -180,6 +180,7 @@ def prior(
     wait_asleep()
     import torch
 
+    from drafters.auto.prior import FORMAT
     from server.commands.own_engine import own_engine
     from server.commands.train_prior import embeddings_of, fit, own_texts, read_texts
     from server.model.cpu.generic.runner import GenericRunner
@@ -213,7 +214,8 @@ def prior(
         with writing_to_cache():
             made.save(file, fingerprint=model_fingerprint(fingerprint))
             for other in file.parent.glob(f"{file.name.partition('-')[0]}[.-]*"):
-                if other.stem < file.stem:  # of an older format, which nobody reads any more
+                # Of an older format, which nobody reads any more.
+                if int(other.stem.partition("-")[2] or 0) < FORMAT.version:
                     other.unlink(missing_ok=True)
     print(json.dumps({"file": str(file), "bytes": file.stat().st_size, "tokens": num}))
     return 0

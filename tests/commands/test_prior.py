@@ -111,7 +111,7 @@ def test_text_that_is_given(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] > 0
     (made,) = (own_cache / "priors").iterdir()
     digest = made.name.partition("-")[0]
-    older, others = (f"{digest}.prior", f"{digest}-1.prior"), (f"{digest}-3.prior", "0.prior")
+    older, others = (f"{digest}.prior", f"{digest}-1.prior"), (f"{digest}-10.prior", "0.prior")
     for name in (*older, *others):
         (own_cache / "priors" / name).touch()
     assert main([*command, "--text", str(file)]) == 0
