@@ -495,16 +495,20 @@ def test_others_go_on_while_a_grammar_is_compiled(load: Callable[[], Any]) -> No
 
 
 def test_keys_take_turns_at_the_threads(load: Callable[[], Any]) -> None:
-    gate, order, found = threading.Event(), list[str](), []
+    gate, done, order = threading.Event(), threading.Event(), list[str]()
     slow = _slow(gate, load, num_threads=1)
+
+    def made(key: str, _: object) -> None:
+        order.append(key)
+        if len(order) == 6:
+            done.set()
+
     for i, key in enumerate("aaaabb"):
-        found.append(slow.compile(GrammarSpec("regex", f"b{{{i}}}"), f"{key}\0"))
-        found[-1].add_done_callback(lambda _, key=key: order.append(key))
+        future = slow.compile(GrammarSpec("regex", f"b{{{i}}}"), f"{key}\0")
+        future.add_done_callback(partial(made, key))
     gate.set()
-    for future in found:
-        future.result()
+    assert done.wait(30) and "".join(order) == "ababaa"
     slow.close()
-    assert "".join(order) == "ababaa"
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(load: Callable[[], Any]) -> None:

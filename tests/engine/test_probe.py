@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ INFO = ModelInfo("fake", 16, 1024, (2,), 64, 16, "cpu", "float32", "f", 8, 512)
 class RecordingRunner(FakeRunner):
     """Keeps its Batches; 2 ms a step and 1 ms a row."""
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, **sizes: Any) -> None:
         super().__init__(FakeModel(), replace(INFO, **sizes), step_s=0.002, row_s=0.001)
         self.batches: list[Batch] = []
 
