@@ -175,11 +175,7 @@ class EngineHost:
             engine.abort(message[1])
         elif kind == "control":
             self._control(message[1], message[2], message[3])
-        elif kind == "stop":
-            return False
-        else:
-            _log.warning("an unknown message was dropped: %.40r", kind)
-        return True
+        return bool(kind != "stop")
 
     def _control(self, call_id: int, name: str, payload: Any) -> None:
         """Call a control; send {"ok": True, "value": ...} or {"ok": False, "error": message}."""

@@ -36,8 +36,6 @@ def num_blocks_for(
     if num_bytes is None:
         if fraction is None:
             fraction = DEFAULT_FRACTIONS[kind]
-        if not 0.0 < fraction <= 1.0:
-            raise ValueError(f"the KV memory fraction must be in (0, 1], not {fraction}")
         if kind == "cuda":
             import torch
 
