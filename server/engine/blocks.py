@@ -46,7 +46,8 @@ def _num_common(left: bytes, right: bytes) -> int:
 
 
 class BlockPool:
-    """Hands out blocks 0 .. num_blocks - 1. Not thread safe: one engine owns it."""
+    """Hands out blocks 0 .. num_blocks - 1. Not thread safe: one engine owns it. num_changes: how
+    often what can be found became another."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -61,6 +62,7 @@ class BlockPool:
         self._cached: dict[str, OrderedDict[int, None]] = {}  # by tenant, oldest first
         self._tenants = [""] * num_blocks  # who has published it
         self._num_cached = 0
+        self.num_changes = 0
 
     @property
     def num_free(self) -> int:
@@ -132,6 +134,7 @@ class BlockPool:
         if self._ref_counts[block] == 0 or self._places[block] is not None:
             raise ValueError(f"block {block} cannot be published")
         self._places[block] = parent, ids
+        self.num_changes += 1
         insort(self._behind.setdefault(parent, []), (ids, block))
         self._tenants[block] = tenant
 
@@ -150,6 +153,7 @@ class BlockPool:
     def drop_cache(self) -> None:
         """Forget all published content (a changed model). Referenced blocks stay referenced."""
         self._places = [None] * self.num_blocks
+        self.num_changes += 1
         self._behind.clear()
         for cached in self._cached.values():
             self._free.extend(cached)
@@ -193,6 +197,7 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         place, self._places[block] = self._places[block], None
+        self.num_changes += 1
         assert place is not None
         parent, ids = place
         behind = self._behind[parent]

@@ -252,6 +252,8 @@ class Scheduler:
         self.waiting = FairQueue()
         self._held: Counter[str] = Counter()  # seats, by key
         self.num_waiting_tokens = 0
+        self._looked_for: tuple[Sequence, int, int] | None = None  # by _cached, and what it found
+        self._nearest: tuple[list[int], int, int] = [], -1, 0
         self.num_preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up, prompt tokens found
         self.prefix_hits = 0
@@ -534,10 +536,21 @@ class Scheduler:
         """The blocks of a waiting sequence's prefix that the cache has, and how many of its tokens
         they hold. Behind those that are its own whole there may be one more, which begins as its
         next block will: `_reserve` copies that before anything is written into it."""
-        hits: list[int] = []
         if not self._reads_cache(sequence):
-            return hits, 0
-        size = self.table.block_size
+            return [], 0
+        # Who waits for blocks is looked for at every step.
+        of = sequence, sequence.num_tokens, self.pool.num_changes
+        if self._looked_for != of:
+            self._looked_for, self._nearest = of, self._look_for(sequence)
+        hits, block, more = self._nearest
+        num = len(hits) * self.table.block_size
+        if more and self._fits(sequence, [*hits, block], num):
+            return [*hits, block], num + more
+        return hits, num
+
+    def _look_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
+        """(the whole blocks that `_cached` tells of, what BlockPool.nearest finds behind them)."""
+        hits, size = list[int](), self.table.block_size
         ids = sequence.ids[: sequence.num_tokens - 1].tobytes()  # one token is recomputed
         while True:
             num = len(hits) * size
@@ -545,12 +558,8 @@ class Scheduler:
             parent = sequence.keys[len(hits) - 1] if hits else sequence.root_key
             block, more = self.pool.nearest(parent, ids[4 * num : 4 * (num + size)])
             if more < size:
-                break
+                return hits, block, more
             hits.append(block)
-        if more and self._fits(sequence, [*hits, block], num):
-            hits.append(block)
-            num += more
-        return hits, num
 
     def _fits(self, sequence: Sequence, hits: list[int], num_cached: int) -> bool:
         """Whether blocks are free for a waiting sequence beside those that it finds, `hits`. As

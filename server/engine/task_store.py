@@ -397,17 +397,6 @@ class TaskStore:
             return _LOOK_MS if due_ms is None else min(due_ms, _LOOK_MS)
         return due_ms
 
-    def wait(self, timeout_s: float = 10.0) -> None:
-        """Wait until the queue is empty and every layer that is due is built (for tests)."""
-        done = threading.Event()
-
-        def finish() -> None:
-            self._tend()
-            done.set()
-
-        self._put(finish)
-        done.wait(timeout_s)
-
     def close(self) -> None:
         """Write everything. Idempotent; outputs that come later are lost."""
         if self._closed:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from server.engine.engine import Engine
+from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SamplingParams
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -50,6 +52,18 @@ def in_the_table_s_time(engine: Engine) -> None:
     """What its steps take on this machine changes nothing."""
     engine.gain.cost.observe = lambda *arguments: None  # type: ignore
     engine.gain.host.observe = lambda *arguments: None  # type: ignore
+
+
+def settled(memory: TaskStore) -> None:
+    """Wait until its queue is empty and every layer that is due is built."""
+    done = threading.Event()
+
+    def finish() -> None:
+        memory._tend()
+        done.set()
+
+    memory._put(finish)
+    done.wait(10.0)
 
 
 def ids_of(deltas: Sequence[Delta]) -> list[int]:

@@ -229,6 +229,27 @@ def test_the_chunk_follows_the_latency_target_and_what_decoding_takes(
     assert low <= runner.num_rows - before - num_decoding <= high
 
 
+def test_what_waits_for_blocks_is_not_looked_for_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long prompt of which the cache has most costs others a look when the cache has changed."""
+    engine, _ = _engine(num_blocks=10, block_size=16, max_model_len=160)
+    first = [3 + i % 9 for i in range(64)]
+    finish(engine, request_of("first", first, max_tokens=1))
+    waits = request_of("waits", [*first, *(4 + i % 7 for i in range(60))], max_tokens=2)
+    looks, nearest = [0], engine.pool.nearest
+
+    def counted(parent: bytes, ids: bytes) -> tuple[int, int]:
+        looks[0] += 1
+        return nearest(parent, ids)
+
+    monkeypatch.setattr(engine.pool, "nearest", counted)
+    results = finish(engine, request_of("runs", [5] * 40, max_tokens=20), waits)
+    assert results["waits"][0].num_cached_tokens == 64
+    assert ids_of(results["waits"]) == _alone(waits, block_size=16, max_model_len=160)
+    assert looks[0] < 40, "five at each of 20 steps"
+
+
 def test_order_is_priority_then_arrival_and_nobody_starves() -> None:
     engine, _ = _engine(max_num_seqs=1)
     for name, priority in (("a", 0), ("b", 0), ("late", 1), ("c", 0), ("first", -1)):

@@ -25,7 +25,7 @@ from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SpeculationParams, adapter_of, scope_of
 from server.wiring.drafter import make_task_drafter
-from tests.engine.requests import finish, ids_of, request_of
+from tests.engine.requests import finish, ids_of, request_of, settled
 from tests.engine.scenarios import open_choices
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -148,7 +148,7 @@ def test_hundreds_of_requests_of_a_task_that_learns(tmp_path: Path, start: Start
         num_aborted += len(aborted)
         rates.append(_tokens_per_step(told))
         if batch % 2 == 0:
-            _memory(engine).wait()
+            settled(_memory(engine))
         if batch == 2 and Path("/proc/self/statm").exists():
             memory_mib = _rss_mib()
     assert memory_mib == 0.0 or _rss_mib() - memory_mib < 32
@@ -214,7 +214,7 @@ def test_learning_changes_no_text(tmp_path: Path, start: Start) -> None:
             assert ids_of(got) == ids_of(want)
             assert [x for d in got for x in d.logprobs] == [x for d in want for x in d.logprobs]
             assert got[-1].finish_reason == want[-1].finish_reason
-        _memory(learning).wait()
+        settled(_memory(learning))
     assert _memory(learning).sizes() and not _memory(plain).sizes()
 
 
@@ -239,7 +239,7 @@ def test_a_restart_keeps_what_was_learned_and_the_calibration(tmp_path: Path, st
     assert told["num_tokens"] == report["num_tokens"] == 400
     assert len(told["calibration"]) == len(report["calibration"]) > 0
     finish(second, _request("open", [2, 3]))  # what is on disk is read when it is first needed
-    _memory(second).wait()
+    settled(_memory(second))
     warm = _tokens_per_step(finish(second, *_wave("w", 40)))
     assert warm > 1.5 * cold
     second.close()
@@ -263,7 +263,7 @@ def test_what_a_key_left_on_disk_is_read_when_it_comes_whoever_came_before(
     if was_asked:
         finish(second, _request("other", [5, 6], tenant="b"))
     second.submit(_request("mine", [2, 3], tenant="a"))
-    _memory(second).wait()
+    settled(_memory(second))
     assert ("task", scope_of("a", "")) in _memory(second).layers
 
 
@@ -281,7 +281,7 @@ def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
         finish(engine, *_wave("", 3))
         for _ in range(3):
             engine.tend()
-            _memory(engine).wait()
+            settled(_memory(engine))
         assert not _kept(tmp_path)
     engine.close()
     assert len(_kept(tmp_path)) == 3
@@ -300,7 +300,7 @@ def test_salts_that_others_invent_cost_a_key_none_of_what_it_learned(
     assert len(list(tmp_path.glob("learned-*"))) == 3
     second = start(tmp_path)
     second.submit(_request("mine", [2, 3], tenant="a"))
-    _memory(second).wait()
+    settled(_memory(second))
     assert ("task", scope_of("a", "")) in _memory(second).layers
 
 
@@ -308,7 +308,7 @@ def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start
     in_memory = replace(LEARN, persists=False)
     first = start(tmp_path)
     cold = _tokens_per_step(finish(first, *_wave("cold", 40, speculation=in_memory)))
-    _memory(first).wait()
+    settled(_memory(first))
     warm = _tokens_per_step(finish(first, *_wave("warm", 40, speculation=in_memory)))
     assert warm > 1.5 * cold
     first.close()
@@ -321,7 +321,7 @@ def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, start: Start
     assert list(tmp_path.glob("learned-*"))
     second = start(tmp_path)
     finish(second, _request("open", [2, 3], speculation=in_memory))
-    _memory(second).wait()
+    settled(_memory(second))
     assert {task: held for task, held, _ in _memory(second).sizes()}["task"] <= 16
 
 
@@ -335,7 +335,7 @@ def test_tenants_and_salts_share_nothing(tmp_path: Path, start: Start) -> None:
         rates = []
         for turn in range(2):
             rates.append(_tokens_per_step(finish(engine, *_wave(f"{name}-{turn}-", 20, **fields))))
-            memory.wait()
+            settled(memory)
         return rates[0]
 
     cold = rate("a", tenant="a")
@@ -453,12 +453,12 @@ def test_scopes_in_memory_are_bounded_and_come_back_from_disk(tmp_path: Path, st
     memory = _memory(engine)
     for i in range(8):
         finish(engine, *_wave(f"{i}-", 10, tenant=f"t{i}"))
-        memory.wait()
+        settled(memory)
         engine.tend()
         assert memory.report("task", None)()["num_learned_scopes"] <= 3
     cold = _tokens_per_step(finish(engine, _request("new", [2, 3], tenant="new")))
     finish(engine, _request("back", [2, 3], tenant="t0"))
-    memory.wait()
+    settled(memory)
     back = _tokens_per_step(finish(engine, _request("back2", [2, 3], tenant="t0")))
     assert back > cold
 
@@ -468,11 +468,11 @@ def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, start: Start) 
     memory = _memory(engine)
     cold = _tokens_per_step(finish(engine, *_wave("", 20)))
     finish(engine, _request("kept", [5, 6], task="kept"))
-    memory.wait()
+    settled(memory)
     assert len(list(tmp_path.glob("learned-*"))) == 2
     engine.controls["task_forget"]({"task": "task"})
     assert memory.learned("task", "\0", None, LEARN_TOKENS) is None
-    memory.wait()
+    settled(memory)
     assert len(list(tmp_path.glob("learned-*"))) == 1
     assert [name for name, *_ in memory.sizes() if name != "task"] == ["kept"]
     assert {task for task, _ in memory.layers} == {"kept"}, "its layers would be held for ever"
@@ -484,7 +484,7 @@ def test_a_full_queue_drops_outputs_and_holds_nothing_up(start: Start) -> None:
     engine = start(None, max_queued=0)
     finish(engine, *_wave("", 5))
     memory = _memory(engine)
-    memory.wait()
+    settled(memory)
     assert memory.sizes() == (("task", 0, 0),)
 
 
@@ -526,11 +526,11 @@ def test_an_adapter_that_is_unloaded_costs_no_scope_what_it_learned(tmp_path: Pa
 
     for scope in scopes:
         store.learn("task", scope, None, LEARN_TOKENS, ids, ids, True)
-    store.wait()
+    settled(store)
     assert [scope for _, scope in store.poll()] == scopes
     del loaded["adapter@1"]
     store.refresh()
-    store.wait()
+    settled(store)
     assert [scope for _, scope in store.poll()] == scopes
     store.close()
     assert len(list(tmp_path.glob("learned-*.bin"))) == 2
@@ -545,7 +545,7 @@ def test_layers_that_nobody_drafts_from_are_built_seldom(rests: bool) -> None:
     def learn(i: int, rests: bool) -> None:
         prompt, output = np.arange(4, dtype=np.int32) + i, np.arange(5, dtype=np.int32) + i
         store.learn("task", "scope", None, 10_000, prompt, output, rests=rests)
-        store.wait()
+        settled(store)
         if store.poll():
             built.append(i + 1)
 
@@ -557,7 +557,7 @@ def test_layers_that_nobody_drafts_from_are_built_seldom(rests: bool) -> None:
     learn(65, False)
     assert built[-1] == 66
     store.refresh()
-    store.wait()
+    settled(store)
     assert store.poll() == [("task", "scope")], "a corpus that changed is read, drafts or not"
     store.close()
 
@@ -571,16 +571,16 @@ def test_layers_are_built_when_nobody_waits_for_a_first_token(
         monkeypatch.setattr("server.engine.task_store.MOST_WAIT_S", 3600.0)
         memory.gives_way = True
         memory.learn("task", "scope", None, LEARN_TOKENS, ids, ids)
-        memory.wait()
+        settled(memory)
         assert memory.learned("task", "scope", None, LEARN_TOKENS) is None
         memory.gives_way = False
-        memory.wait()
+        settled(memory)
         assert memory.learned("task", "scope", None, LEARN_TOKENS) is not None
         # Not for ever, where somebody always waits.
         monkeypatch.setattr("server.engine.task_store.MOST_WAIT_S", 0.0)
         memory.gives_way = True
         memory.learn("task", "other", None, LEARN_TOKENS, ids, ids)
-        memory.wait()
+        settled(memory)
         assert memory.learned("task", "other", None, LEARN_TOKENS) is not None
     finally:
         memory.close()

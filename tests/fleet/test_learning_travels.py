@@ -32,7 +32,7 @@ from server.fleet.learning.storage import (
 )
 from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
-from tests.engine.requests import finish, ids_of, request_of
+from tests.engine.requests import finish, ids_of, request_of, settled
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fleet.test_changes import Admin, Desk, Files
 from tests.waiting import wait_until
@@ -96,9 +96,9 @@ class Replica:
 
     def tend(self) -> None:
         """All that is due in its threads."""
-        self.memory.wait()
+        settled(self.memory)
         self.exchange.tend()
-        self.memory.wait()
+        settled(self.memory)
         self.engine.tend()
 
 
@@ -436,7 +436,7 @@ def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
     fleet.build()
     fleet.tend()
     first.engine.controls["task_forget"]({"task": "task"})  # the second one is not reached
-    first.memory.wait()
+    settled(first.memory)
     forget(fleet.storage, "task")
     assert [f.rpartition("/")[2] for f in fleet.storage.files()] == ["began"]
     second.learn([20, 21])
@@ -455,7 +455,7 @@ def test_a_scope_that_was_put_away_goes_on(fleet: Fleet) -> None:
         assert fleet.build().num_merged == 1
         first.exchange.forget("task")  # as when there are too many scopes there
         first.memory.learned("other", "\0", None, 1000, persist=True)  # and here
-        first.memory.wait()
+        settled(first.memory)
     second = fleet.add()
     second.want()
     assert second.num_learned == 36
