@@ -248,7 +248,7 @@ class ExactVerifier:
 
     def add(self, sequence: Sequence, end: Ending, is_due: bool) -> None:
         """A sequence has emitted unverified tokens."""
-        self._waiting.append(_Waiting(sequence, end, is_due))
+        self._waiting.append(_Waiting(sequence, end, is_due or end.finish_reason is not None))
 
     def drop(self) -> None:
         """Forget the step, which has failed: preemption takes its tokens back."""
@@ -257,10 +257,7 @@ class ExactVerifier:
     def is_due(self, *, at_once: bool) -> bool:
         """Whether unverified tokens must be verified in this step. at_once: any that there are."""
         return any(
-            at_once
-            or w.is_due
-            or w.end.finish_reason is not None
-            or self._slices.is_due(w.sequence)
+            at_once or w.is_due or self._slices.is_due(w.sequence)
             for w in self._waiting
             if w.sequence.status is Status.RUNNING
         )

@@ -252,8 +252,7 @@ class Scheduler:
         self.waiting = FairQueue()
         self._held: Counter[str] = Counter()  # seats, by key
         self.num_waiting_tokens = 0
-        self._looked_for: tuple[Sequence, int, int] | None = None  # by _cached, and what it found
-        self._nearest: tuple[list[int], int, int] = [], -1, 0
+        self._looked_for: tuple[object, tuple[list[int], int, int]] = None, ([], -1, 0)
         self.num_preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up, prompt tokens found
         self.prefix_hits = 0
@@ -540,9 +539,9 @@ class Scheduler:
             return [], 0
         # Who waits for blocks is looked for at every step.
         of = sequence, sequence.num_tokens, self.pool.num_changes
-        if self._looked_for != of:
-            self._looked_for, self._nearest = of, self._look_for(sequence)
-        hits, block, more = self._nearest
+        if self._looked_for[0] != of:
+            self._looked_for = of, self._look_for(sequence)
+        hits, block, more = self._looked_for[1]
         num = len(hits) * self.table.block_size
         if more and self._fits(sequence, [*hits, block], num):
             return [*hits, block], num + more

@@ -172,7 +172,7 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     late = _drain(engine, _request((5, 6), "slice", 0, request_id="newest", max_tokens=9))
     assert all(set(d.token_ids) <= {1, 2, 3, 11, 5, 6} for d in late if d.request_id == "waiting")
     assert all(set(d.token_ids) <= {1, 2, 3, 12, 5, 6} for d in late if d.request_id == "newest")
-    assert loads == [0, 1, 2, 3] and len(engine.slices._tables) == 1
+    assert loads == [0, 1, 2, 3] and engine.slices.index.num_static_rows == 4
     assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got if d.request_id == "old")
     assert all(set(d.token_ids) <= {1, 2, 3, 9, 5, 6} for d in got if d.request_id == "new")
 
