@@ -41,10 +41,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WeightsForm = Literal[
     "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file", "nf4", "fp8"
 ]
-WEIGHTS_HELP = (
-    "how a cpu keeps weights: floats, int8, int8-blocks, int4, or as a GGUF has them: file; on "
-    "cuda fp8"
-)
 
 
 def bounded(
@@ -92,6 +88,11 @@ OUTPUT = Parameter(
 OutputFile = Annotated[Path, OUTPUT]
 FOLDER = Parameter(metavar="DIR", validator=_check_folder)
 """Of a folder that is written."""
+WEIGHTS = Parameter(
+    help="how a cpu keeps weights: auto, float32, bfloat16, int8, int8-blocks, int4, or file, as a "
+    "GGUF has them; on cuda fp8",
+    show_choices=False,  # nf4 is for training
+)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -110,7 +111,7 @@ class ModelOptions:
     ] = None
     device: Device = "cpu"
     dtype: Annotated[Dtype | None, Parameter(help="number format of the weights")] = None
-    weights: Annotated[WeightsForm | None, Parameter(help=WEIGHTS_HELP)] = None
+    weights: Annotated[WeightsForm | None, WEIGHTS] = None
     threads: Threads = None
 
 
@@ -166,10 +167,13 @@ class CallOptions:
     ] = 600.0
 
     def endpoint(self) -> Endpoint:
-        """The server that is meant."""
+        """The server that is meant. Raises ConfigError for what is no key."""
         from server.client.http import Endpoint
 
         key = self.api_key or os.environ.get("TAILOR_API_KEY") or None
+        if key and not (key.isascii() and key.isprintable()):
+            source = "--api-key" if self.api_key else "TAILOR_API_KEY"
+            raise ConfigError(f"{source}: a key is printable ASCII without spaces")
         return Endpoint(self.url or DEFAULT_URL, key)
 
 

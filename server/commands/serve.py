@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token
 from pydantic import SecretStr
 
-from server.commands.options import DEFAULT_MODEL, WEIGHTS_HELP, Dtype, WeightsForm
+from server.commands.options import DEFAULT_MODEL, WEIGHTS, Dtype, WeightsForm
 from server.commands.own_engine import check_places, model_name
 from server.config import (
     DEFAULT_TASK,
@@ -138,7 +138,7 @@ class EngineOptions:
         ),
     ] = None
     dtype: Annotated[Dtype | None, _key(EngineConfig, "dtype")] = None
-    weights: Annotated[WeightsForm | None, Parameter(help=WEIGHTS_HELP)] = None
+    weights: Annotated[WeightsForm | None, WEIGHTS] = None
     max_model_len: Annotated[int | None, _key(EngineConfig, "max_model_len")] = None
     max_num_seqs: Annotated[int | None, _key(EngineConfig, "max_num_seqs")] = None
     max_num_batched_tokens: Annotated[int | None, _key(EngineConfig, "max_num_batched_tokens")] = (
@@ -274,10 +274,12 @@ def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> Server
         None if name in named else os.environ.get(name)
         for name in ("TAILOR_API_KEY", "TAILOR_ADMIN_KEY")
     )
-    plain = dict.fromkeys([*place.api_key, *filter(None, [plain_key])])
-    keys = [KeyConfig(id=f"command-line-{i}", key=SecretStr(key)) for i, key in enumerate(plain, 1)]
+    plain: dict[str, Any] = {key: {"key": SecretStr(key)} for key in place.api_key}
+    if plain_key:
+        plain.setdefault(plain_key, {"env": "TAILOR_API_KEY"})
+    keys = [KeyConfig(id=f"command-line-{i}", **key) for i, key in enumerate(plain.values(), 1)]
     if admin_key:
-        keys.append(KeyConfig(id="command-line-admin", key=SecretStr(admin_key), admin=True))
+        keys.append(KeyConfig(id="command-line-admin", env="TAILOR_ADMIN_KEY", admin=True))
     return config.model_copy(
         update={
             "models": _models(config.models, what, how.device),

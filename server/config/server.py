@@ -198,10 +198,11 @@ class KeyConfig(Section):
                 value = text.split("\n", 1)[0].strip()
             except OSError as error:
                 raise ConfigError(f"{self.where}: {self.file}: {error.strerror}") from None
+        source = self.env or self.file or "key"
         if not value:
-            raise ConfigError(f"{self.where}: {self.env or self.file or 'key'} is empty")
+            raise ConfigError(f"{self.where}: {source} is empty")
         if not value.isascii() or not value.isprintable() or " " in value:
-            raise ConfigError(f"{self.where}: a key is printable ASCII without spaces")
+            raise ConfigError(f"{self.where}: {source}: a key is printable ASCII without spaces")
         return value
 
 

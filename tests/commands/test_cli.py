@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from drafters.target import chosen
 from server import __version__
 from server.commands.cli import (
     COMMANDS,
@@ -47,6 +48,8 @@ def test_help_ends_with_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     told = " ".join(capsys.readouterr().out.split())
     assert told.endswith("example: tailor tasks pack configs/tasks/slots.yaml")
     assert "Put a task into one file" in told and "--force" in told
+    assert main(["serve", "--help"]) == 0
+    assert "nf4" not in capsys.readouterr().out, "it is for training"
 
 
 @pytest.mark.parametrize("words", [[], ["tasks"], ["models"]])
@@ -398,6 +401,30 @@ def test_what_cannot_be_served_is_one_line_before_anything_is_loaded(
     assert main(["serve", *words]) == 1
     told = capsys.readouterr()
     assert says in told.err and len(told.err.splitlines()) == 1 and not told.out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "command"),
+    [
+        ("TAILOR_API_KEY", "has space", "serve"),
+        ("TAILOR_ADMIN_KEY", "schl\u00fcssel", "serve"),
+        ("TAILOR_API_KEY", "schl\u00fcssel", "adapters list"),
+        ("TAILOR_CPU", "z80", "version"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_named(
+    name: str,
+    value: str,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    chosen.cache_clear()
+    assert main(command.split()) == 1
+    told = capsys.readouterr().err
+    assert name in told and value not in told.replace("TAILOR_CPU=z80", "")
+    assert len(told.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("own", "keys"), [("three", ["one", "two", "three"]),

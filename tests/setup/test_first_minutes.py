@@ -153,4 +153,5 @@ def test_errors_of_keys_name_file_and_line(
     (tmp_path / "key").write_bytes(b"\xff\xfe\n")
     file.write_text("keys:\n  - {id: a, file: key}\n")
     assert main(["serve", "--config", str(file)]) == 1
-    assert "server.yaml:2: key a: a key is printable ASCII" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"server.yaml:2: key a: {tmp_path / 'key'}: a key is printable ASCII" in told
