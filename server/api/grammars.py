@@ -35,7 +35,7 @@ from server.errors import (
     UnsupportedFieldError,
 )
 from server.grammar_text import MAX_SOURCE_CHARS, grammar_problem
-from server.types import NO_SCOPE, GrammarSpec, SamplingParams
+from server.types import NO_SCOPE, GrammarSpec
 
 WHITESPACE = r" |\n[ \t]{0,24}"
 """White space between JSON tokens: a space, or a line break and its indentation. Small models that
@@ -112,16 +112,18 @@ def grammar_of_schema(
     return grammar_of_prepared(prepared(schema, at, rules), at, whitespace)
 
 
-def check_with_sampling(spec: GrammarSpec | None, sampling: SamplingParams) -> None:
+ENDS = {"min_tokens": 0, "ignore_eos": False}
+"""Sampling that says where an output ends, and what it is beside a grammar, which says it, too."""
+
+
+def check_with_sampling(body: GenerationBody) -> None:
     """Raise UnsupportedFieldError for sampling that cannot be combined with a grammar."""
-    if spec is None:
-        return
-    for name in ("min_tokens", "ignore_eos"):
-        if getattr(sampling, name):
+    for name in ENDS:
+        if getattr(body, name):
             raise UnsupportedFieldError(
                 "cannot be combined with structured outputs: the output ends where it is "
                 "complete. Leave it out.",
-                at=name,
+                at=body.called(name),
             )
 
 

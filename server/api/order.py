@@ -6,9 +6,9 @@ sampling (the request's value, else the task's, else the model's, else OpenAI's 
 grammar; speculation within the task's limits; the ids of every prompt; whether they fit. Then each
 Request is built, once.
 
-A value above a limit is refused with a 400 that names the field. Nothing is clamped or truncated,
-except a max_tokens that the client did not give, which is reduced to the room that the prompt
-leaves.
+A value above a limit is refused with a 400 that names the field. Nothing is clamped or truncated
+but what the client did not give: a max_tokens, to the room that the prompt leaves, a min_tokens, to
+max_tokens, and what would hold off a grammar's end.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from server.api.bodies import (
     joined_texts,
 )
 from server.api.grammars import (
+    ENDS,
     GrammarChecker,
     OutputFormat,
     Wanted,
@@ -186,7 +187,6 @@ class Orders:
         if len(prompts) > most:
             raise _above(most, len(prompts), names["prompt"])
         sampling = self._sampling(generation, target, best_of > num_choices)
-        wished = sampling["max_tokens"]
         wanted = generation.grammar
         if wanted is None and (generation.form or body.structured_outputs):
             rules, scope = rules_of(body, task), scope_of(target.tenant, body.cache_salt or "")
@@ -195,6 +195,10 @@ class Orders:
             )
             await self.grammars.check(*wanted, scope)
         spec, grammar_field = wanted or (None, "")
+        if spec is not None:
+            check_with_sampling(body)
+            sampling |= ENDS
+        wished, least = sampling["max_tokens"], sampling["min_tokens"]
         speculation = speculation_of(body, task, self._drafters, self.catalog)
         if body.prediction is not None:
             speculation["prediction_ids"] = await self._prediction_ids(body.prediction, target)
@@ -211,17 +215,15 @@ class Orders:
                 num_truncated += max(0, len(ids) - generation.truncate_to)
                 ids = ids[-generation.truncate_to :]
             max_tokens = self._max_tokens(generation, target, wished, len(ids), at)
-            if sampling["min_tokens"] > max_tokens:
+            if least > max_tokens and body.min_tokens is not None:
                 raise InvalidRequestError(
-                    f"{sampling['min_tokens']} is above {names['max_tokens']} ({max_tokens}).",
+                    f"{least} is above {names['max_tokens']} ({max_tokens}).",
                     at=names["min_tokens"],
                 )
-            sampling["max_tokens"] = max_tokens
+            sampling |= {"max_tokens": max_tokens, "min_tokens": min(least, max_tokens)}
             seed = body.seed if body.seed is not None else task.sampling.seed
             fresh = seed is None or seed == -1
             sampling["seed"] = secrets.randbits(64) if fresh else seed & _MASK64
-            params = SamplingParams(**sampling)
-            check_with_sampling(spec, params)
             if marks is not None:
                 speculation["context_span"] = context_span(
                     model.table, ids, marks.after, marks.before
@@ -233,7 +235,7 @@ class Orders:
                     model=model.name,
                     adapter=model.adapter_id,
                     prompt_ids=tuple(ids),
-                    sampling=params,
+                    sampling=SamplingParams(**sampling),
                     speculation=SpeculationParams(**speculation),
                     vocabulary=vocabulary,
                     num_choices=best_of,

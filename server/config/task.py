@@ -26,8 +26,8 @@ from server.config.yaml_file import (
 from server.errors import ConfigError
 from server.types import VocabularyMode
 
-DEFAULT_TASK = "completion"
 DEFAULT_TASKS = Path("configs/tasks")
+DEFAULT_TASK = "completion"
 """The task of a request whose `model` names a model and not a task."""
 
 MAX_TASK_FILES = 10_000
@@ -228,9 +228,10 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _within_limits(self) -> TaskConfig:
-        asked, most = self.sampling.max_tokens, self.limits.max_tokens
-        if asked is not None and most is not None and asked > most:
-            raise ValueError("sampling.max_tokens is above limits.max_tokens")
+        most = self.limits.max_tokens
+        for name in ("max_tokens", "min_tokens") if most is not None else ():
+            if (getattr(self.sampling, name) or 0) > most:
+                raise ValueError(f"sampling.{name} is above limits.max_tokens")
         most = self.limits.max_draft_tokens
         if most is not None and self.speculation.max_draft_tokens > most:
             raise ValueError("speculation.max_draft_tokens is above limits.max_draft_tokens")

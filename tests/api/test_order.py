@@ -15,7 +15,7 @@ from server.api.bodies import validate
 from server.api.faces.completions import CompletionChoice, _ChoiceWriter
 from server.api.routes import DetokenizeBody
 from server.api.served_model import ServedModel
-from server.config import SpeculationConfig, TaskConfig
+from server.config import SamplingDefaults, SpeculationConfig, TaskConfig
 from server.config.task import ContextMarks
 from server.errors import ContextLengthExceededError, InvalidRequestError, TailorError
 from server.types import Delta
@@ -66,6 +66,28 @@ def test_the_engines_context_counts_when_it_is_smaller() -> None:
         completion(takes, prompt=[5] * 24, room=24)
     echoed = completion(takes, prompt=[5] * 24, room=24, max_tokens=0, echo=True)
     assert echoed.requests[0].sampling.max_tokens == 0
+
+
+def test_where_a_task_holds_off_the_end_a_request_that_does_not_say_so_ends_where_it_must() -> None:
+    sampling = SamplingDefaults(min_tokens=8, max_tokens=16, ignore_eos=True)
+    takes, form = orders(TaskConfig(name="long", sampling=sampling)), {"regex": "a+"}
+
+    def ends(**body: Any) -> list[tuple[int, bool]]:
+        made = completion(takes, room=24, model="long", **body).requests
+        return [(one.sampling.min_tokens, one.sampling.ignore_eos) for one in made]
+
+    assert ends() == ends(max_tokens=8) == [(8, True)]
+    assert ends(max_tokens=3) == [(3, True)]
+    assert ends(prompt=[[5] * 20, [5] * 2]) == [(4, True), (8, True)]
+    assert ends(structured_outputs=form) == [(0, False)]
+    for field, body in (
+        ("min_tokens", {"min_tokens": 4, "max_tokens": 3}),
+        ("min_new_tokens", {"min_new_tokens": 4, "structured_outputs": form}),
+        ("ignore_eos", {"ignore_eos": True, "structured_outputs": form}),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            ends(**body)
+        assert caught.value.param == field
 
 
 def test_long_texts_are_tokenized_off_the_loop() -> None:

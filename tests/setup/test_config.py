@@ -52,6 +52,10 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
             "mine.yaml:1: sampling.max_tokens is above limits.max_tokens",
         ),
         (
+            "sampling:\n  min_tokens: 9\nlimits:\n  max_tokens: 8\n",
+            "mine.yaml:1: sampling.min_tokens is above limits.max_tokens",
+        ),
+        (
             "speculation:\n  trie:\n    n: 3\n    prefix_length: 3\n",
             "mine.yaml:2: speculation.trie: prefix_length must be below n",
         ),
