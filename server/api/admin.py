@@ -52,7 +52,6 @@ from server.errors import (
     LoadingError,
     ModelError,
     ModelNotFoundError,
-    NoEngineError,
     TailorError,
     TaskNotFoundError,
     UnsupportedFieldError,
@@ -236,8 +235,8 @@ class AdapterRoutes:
         """Wait until every engine of the base has read the adapter. An engine that died and started
         again meanwhile does not have it from its start, so it is told now.
 
-        Raises InvalidRequestError with what is wrong with the adapter, LoadingError and
-        NoEngineError; then no engine has it, unless it is served already.
+        Raises InvalidRequestError with what is wrong with the adapter, LoadingError, NoEngineError
+        and EngineError; then no engine has it, unless it is served already.
         """
         told: dict[str, int] = {}
         try:
@@ -249,7 +248,8 @@ class AdapterRoutes:
         except TailorError:
             now = self._context.catalog.adapters.get(served.key)
             if now is None or (now.name, now.adapter_id) != (served.name, served.adapter_id):
-                await self._forget(served)
+                with contextlib.suppress(EngineError):
+                    await self._forget(served)
             raise
 
     async def _tell_engine(self, served: ServedModel, engine: str) -> None:
@@ -259,8 +259,10 @@ class AdapterRoutes:
         deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
         problem = problem_of(await self._client.control(engine, "adapter_register", payload))
         while not problem:
-            states = (await self._client.control(engine, "adapter_states", None))["value"]
-            state = next((s for s in states if s["id"] == order.adapter_id), None)
+            answer = await self._client.control(engine, "adapter_states", None)
+            if told := problem_of(answer):
+                raise EngineError(f"An engine did not read the adapter: {told}")
+            state = next((s for s in answer["value"] if s["id"] == order.adapter_id), None)
             if state is None:  # the engine was started again
                 return
             problem = state["problem"]
@@ -273,16 +275,14 @@ class AdapterRoutes:
             raise InvalidRequestError(f"{problem}.", at="lora_path")
 
     async def _forget(self, served: ServedModel) -> None:
-        """Make every engine forget the adapter; an engine that is not running has none."""
-        for slot in self._client.slots:
-            if slot.spec.model != served.name or slot.state != "ready":
-                continue
-            with contextlib.suppress(NoEngineError):
-                problem = problem_of(
-                    await self._client.control(slot.spec.name, "adapter_forget", served.adapter_id)
-                )
-                if problem:
-                    raise EngineError(f"An engine did not forget the adapter: {problem}")
+        """Make every engine forget the adapter; an engine that is not running has none. Raises
+        EngineError once all were told."""
+        slots = [s for s in self._client.of(served.name) if s.state == "ready"]
+        names = [slot.spec.name for slot in slots]
+        answers = await self._client.ask(names, "adapter_forget", served.adapter_id, REPORT_TIMEOUT_S)
+        for slot, answer in zip(slots, answers.values(), strict=True):
+            if slot.state == "ready" and (problem := problem_of(answer)):
+                raise EngineError(f"An engine did not forget the adapter: {problem}")
 
 
 # --- tasks ----------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ class FleetHandle:
             answers = await self._replicas.control(name, payload)
             answer = channel.merged(answers)
         except Exception as error:
-            answer = {"ok": False, "error": str(error)[:300] or type(error).__name__}
+            told = str(error)[:300] or type(error).__name__
+            answer = {"ok": False, "is_lost": True, "error": told}
         self._tell(("control", call_id, answer))
 
     # --- a request ---

@@ -92,7 +92,7 @@ class EngineReplica:
         except NoEngineError:
             self.figures, self._named = [], {}
             return
-        except (TimeoutError, TailorError):
+        except TailorError:
             return
         self.figures = answer["value"]
         names = (figure.name for figure in self.info.figures)

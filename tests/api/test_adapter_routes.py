@@ -9,13 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from server.api.admin import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
+from server.api.engines.client import EngineClient, EngineSpec
 from server.api.served_model import Catalog, ServedModel
 from server.config import AdapterConfig, TaskConfig
-from server.errors import InvalidRequestError, LoadingError, NoEngineError
+from server.errors import EngineError, InvalidRequestError, LoadingError, NoEngineError
+from server.metrics import Metrics
 from server.types import AdapterOrder
 from server.wiring.task_set import TaskSet
 from tests.api.live import served
@@ -41,14 +44,16 @@ class Engines:
     known: dict[str, set[str]] = field(default_factory=lambda: {"e0": set(), "e1": set()})
     events: dict[int, Any] = field(default_factory=dict)
     problem: str = ""
+    fails: str = ""  # the call that e1 does not do
     num_calls: int = 0
+    of, ask = EngineClient.of, EngineClient.ask
 
     def restart(self, index: int) -> None:
         """It died and is back, and knows what it was told at its start: nothing."""
         self.slots[index].generation += 1
         self.known[f"e{index}"].clear()
 
-    async def control(self, engine: str, name: str, payload: Any) -> Any:
+    async def control(self, engine: str, name: str, payload: Any, timeout_s: float = 0.0) -> Any:
         await asyncio.sleep(0)
         self.num_calls += 1
         event = self.events.pop(self.num_calls, None)
@@ -57,6 +62,10 @@ class Engines:
         slot = next(slot for slot in self.slots if slot.spec.name == engine)
         if slot.state != "ready":
             raise NoEngineError("gone")
+        if name == self.fails and engine == "e1":
+            if name != "adapter_states":
+                raise EngineError("e1 does not answer")
+            return {"ok": False, "error": "e1 cannot tell"}
         if name == "adapter_register":
             self.known[engine].add(payload["adapter_id"])
         elif name == "adapter_forget":
@@ -159,6 +168,37 @@ def test_what_one_engine_refuses_no_engine_keeps() -> None:
     with pytest.raises(InvalidRequestError, match="rank is odd"):
         asyncio.run(made.load(BODY))
     assert engines.known == {"e0": set(), "e1": set()} and not admin.served
+
+
+@pytest.mark.parametrize("call", ["adapter_register", "adapter_states"])
+def test_where_one_engine_does_not_answer_no_engine_keeps_it(call: str) -> None:
+    engines = Engines(fails=call)
+    made, admin = routes(engines)
+    with pytest.raises(EngineError, match="e1"):
+        asyncio.run(made.load(BODY))
+    assert engines.known == {"e0": set(), "e1": set()} and not admin.served
+
+
+def test_an_adapter_that_one_engine_does_not_forget_is_forgotten_by_the_others() -> None:
+    engines = Engines(fails="adapter_forget")
+    made, admin = routes(engines)
+    engines.slots.reverse()
+    asyncio.run(made.load(BODY))
+    with pytest.raises(EngineError, match="did not forget the adapter: e1"):
+        asyncio.run(made.unload(UnloadAdapterBody(lora_name="new")))
+    assert engines.known == {"e0": set(), "e1": {"new@1"}} and not admin.served
+
+
+@pytest.mark.parametrize("answer", [None, {"ok": False, "is_lost": True, "error": "e0 is lost"}])
+async def test_an_engine_that_does_not_answer_is_an_error_of_the_engine_s(answer: Any) -> None:
+    engine = EngineSpec("e0", "tiny", "cpu", Mock())
+    client = EngineClient([engine], metrics=Metrics(vllm_aliases=False))
+    [slot] = client.slots
+    slot.state = "ready"
+    if answer is not None:
+        slot._send = lambda sent: client._on_message(slot, 0, ("control", sent[1], answer))
+    with pytest.raises(EngineError, match="e0 (is lost|does not answer)"):
+        await client.control("e0", "figures", None, 0.01)
 
 
 def test_a_base_that_there_is_not_is_named() -> None:

@@ -39,6 +39,7 @@ from server.config import LimitsConfig, RestartConfig
 from server.errors import (
     DrainingError,
     EngineDiedError,
+    EngineError,
     LoadingError,
     NoEngineError,
     QueueFullError,
@@ -593,8 +594,8 @@ class EngineClient:
     # --- what is asked of engines ---
 
     async def control(self, engine: str, name: str, payload: Any, timeout_s: float = 60.0) -> Any:
-        """Call an engine (e.g. reload a corpus) and wait for its answer. Raises TimeoutError,
-        NoEngineError."""
+        """Call an engine (e.g. reload a corpus) and wait for its answer. Raises NoEngineError, and
+        EngineError after timeout_s, or where a replica of a fleet does not answer."""
         slot = next((s for s in self.slots if s.spec.name == engine), None)
         if slot is None or slot.state != "ready":
             raise NoEngineError(f"The engine {engine} is not ready.")
@@ -605,9 +606,14 @@ class EngineClient:
         slot.send(("control", call_id, name, payload))
         try:
             async with asyncio.timeout(timeout_s):
-                return await answer
+                found = await answer
+        except TimeoutError:
+            raise EngineError(f"The engine {engine} does not answer. Try again.") from None
         finally:
             self._calls.pop(call_id, None)
+        if found.get("is_lost"):
+            raise EngineError(f"{found['error']}. Try again.")
+        return found
 
     async def ask(
         self, engines: Sequence[str], name: str, payload: Any, timeout_s: float
@@ -617,8 +623,8 @@ class EngineClient:
         async def one(engine: str) -> Any:
             try:
                 return await self.control(engine, name, payload, timeout_s)
-            except (TailorError, TimeoutError) as error:
-                return {"ok": False, "error": getattr(error, "message", type(error).__name__)}
+            except TailorError as error:
+                return {"ok": False, "error": error.message}
 
         answers = await asyncio.gather(*map(one, engines))
         return dict(zip(engines, answers, strict=True))
