@@ -290,10 +290,8 @@ class TaskSet:
                     path.unlink(missing_ok=True)
                 if not before:
                     folder.rmdir()
-            what = error.strerror or type(error).__name__
-            log.error("task %s: an uploaded corpus could not be written: %s", task.name, error)
-            raise StorageError(
-                f"The corpus was not changed: the server could not write it ({what})."
+            raise _storage_error(
+                task.name, "The corpus was not changed: the server could not write it", error
             ) from None
         self._prune(folder, figures)
 
@@ -310,11 +308,20 @@ class TaskSet:
 
     def _delete(self, task: str) -> None:
         digest = hashlib.sha256(task.encode()).hexdigest()[:16]
-        for path in self._learned.glob(f"*/learned-{digest}-*.bin"):
-            path.unlink(missing_ok=True)
-        if (folder := self._folder(task)).is_dir():
-            (folder / "current.json").unlink(missing_ok=True)  # first: the rest is not served then
-            shutil.rmtree(folder)
+        try:
+            for path in self._learned.glob(f"*/learned-{digest}-*.bin"):
+                path.unlink(missing_ok=True)
+            if (folder := self._folder(task)).is_dir():
+                (folder / "current.json").unlink(missing_ok=True)  # first: the rest is not served
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise _storage_error(task, "The server could not delete all of it", error) from None
+
+
+def _storage_error(task: str, what: str, error: OSError) -> StorageError:
+    """The client's error, without the path, which the log has."""
+    log.error("task %s: %s: %s", task, what, error)
+    return StorageError(f"{what} ({error.strerror or type(error).__name__}).")
 
 
 def _lower_priority() -> None:

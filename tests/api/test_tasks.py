@@ -21,6 +21,7 @@ from drafters.learned import LearnedOutputs
 from server.api import admin as tasks_module
 from server.api.engines.client import EngineSpec
 from server.config import KeyConfig, LimitsConfig, ServerConfig, load_tasks
+from server.engine.calibrations import digest
 from server.engine.engine import Engine
 from server.engine.task_store import TaskStore
 from server.errors import ConfigError
@@ -380,6 +381,31 @@ def test_a_full_disk_is_the_server_s_fault_and_leaves_nothing_behind(
     assert files() == before and corpus_of(mended) == corpus
     call(mended, "POST", "/v1/tasks/sql/corpus", json=body)
     assert corpus_of(mended)["documents"] == len(EXAMPLES) + 1
+
+
+@pytest.mark.parametrize("at", ["what it learned", "the upload"])
+def test_what_cannot_be_deleted_is_the_server_s_fault_and_may_be_tried_again(
+    mended: LiveServer, calm_place: Place, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    call(mended, "POST", "/v1/tasks/sql/corpus", json={"examples": EXAMPLES})
+    learned = calm_place.kept / "engines" / "e" / f"learned-{digest('sql')}-0.bin"
+    learned.parent.mkdir(parents=True, exist_ok=True)
+    learned.write_bytes(b"")
+    held = learned.name if at == "what it learned" else "current.json"
+    unlink = Path.unlink
+
+    def is_held(path: Path, missing_ok: bool = False) -> None:
+        if path.name == held:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", is_held)
+        error = call(mended, "DELETE", "/v1/tasks/sql/corpus", 507)["error"]
+    assert error["message"] == "The server could not delete all of it (Read-only file system)."
+    assert corpus_of(mended)["uploaded"] is True, "all of it or nothing is served"
+    call(mended, "DELETE", "/v1/tasks/sql/corpus")
+    assert corpus_of(mended) is None and not learned.exists()
 
 
 def test_a_file_in_the_folder_s_place_is_the_server_s_fault(live: LiveServer, place: Place) -> None:
