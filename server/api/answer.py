@@ -384,6 +384,7 @@ class ChunkWriter(StreamWriter, Generic[_Chunk]):
         self.prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self.num_sent = 0
         self.of_first: dict[str, Any] = {}
+        self._arrived: Usage
         self._num_open = sum(map(len, self.choices))
 
     @abstractmethod
@@ -404,6 +405,8 @@ class ChunkWriter(StreamWriter, Generic[_Chunk]):
 
     def written(self, arrived: list[tuple[int, Delta]]) -> bytes:
         written = []
+        if self._continuous:  # once for all chunks: an answer may have thousands of prompts
+            self._arrived = usage_report(self._submission.accounts)
         for i, delta in arrived:
             if delta.prompt_logprobs:
                 self.prompt_logprobs.setdefault(i, delta.prompt_logprobs)
@@ -419,8 +422,7 @@ class ChunkWriter(StreamWriter, Generic[_Chunk]):
         if self._has_usage:
             chunk.usage = None
             if self._continuous:
-                # The accounts may be ahead: several Deltas can have arrived before this chunk.
-                chunk.usage = usage_report(self._submission.accounts, self.num_sent)
+                chunk.usage = _sent_of(self._arrived, self.num_sent)
         elif not self._num_open and choice.finish_reason is not None:
             chunk.speculation = speculation_of(self.order, self._submission)
         if not self.of_first:
@@ -429,12 +431,9 @@ class ChunkWriter(StreamWriter, Generic[_Chunk]):
         return event(msgspec.structs.replace(chunk, **first))
 
 
-def usage_report(
-    accounts: Iterable[RequestAccount], num_sent: int | None = None, num_truncated: int = 0
-) -> Usage:
+def usage_report(accounts: Iterable[RequestAccount], num_truncated: int = 0) -> Usage:
     """OpenAI's `usage` of an HTTP request. Prompts count once, all choices (best_of too) count.
 
-    num_sent: completion tokens sent so far, where a stream has not sent all that arrived.
     num_truncated: tokens cut off the prompts.
     """
     prompt = cached = completion = accepted = rejected = base = 0
@@ -445,9 +444,6 @@ def usage_report(
         base += account.num_base_tokens
         accepted += account.drafted.accepted_prediction_tokens
         rejected += account.drafted.rejected_prediction_tokens
-    if num_sent is not None:
-        base = base if num_sent == completion else 0
-        completion = num_sent
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -459,6 +455,20 @@ def usage_report(
             accepted_prediction_tokens=accepted,
             rejected_prediction_tokens=rejected,
             base_tokens=base or UNSET,
+        ),
+    )
+
+
+def _sent_of(arrived: Usage, num_sent: int) -> Usage:
+    """The usage where a stream has sent so many completion tokens of all that arrived."""
+    if num_sent == arrived.completion_tokens:
+        return arrived
+    return msgspec.structs.replace(
+        arrived,
+        completion_tokens=num_sent,
+        total_tokens=arrived.prompt_tokens + num_sent,
+        completion_tokens_details=msgspec.structs.replace(
+            arrived.completion_tokens_details, base_tokens=UNSET
         ),
     )
 

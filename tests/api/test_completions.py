@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import partial
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from server.api.answer import usage_report
+from server.api.engines.submission import Submission
+from server.api.faces.completions import _Chunks
+from server.metrics import Metrics
 from server.types import Request
 from tests.api.fixtures import served_by
 from tests.api.live import TOKENIZER, LiveServer, as_bytes, encode
+from tests.api.orders import completion, orders
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
 
 REPLY = " over the lazy dog. Once upon a time — héllo wörld"
@@ -86,7 +92,9 @@ def test_a_stream_is_the_whole_text(
     assert all(c.usage is None and "usage" not in c.model_fields_set for c in chunks)
 
 
-def test_continuous_usage_counts_up(server: LiveServer) -> None:
+def test_continuous_usage_counts_up(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     response = server.post(
         stream=True, max_tokens=4,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
@@ -94,6 +102,23 @@ def test_continuous_usage_counts_up(server: LiveServer) -> None:
     chunks = events(response)
     assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 2, 3, 4, 4]
     assert [len(c["choices"]) for c in chunks] == [1, 1, 1, 1, 0]
+
+
+def test_the_usage_of_many_prompts_is_summed_once_for_all_that_came_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    order = completion(orders(), prompt=["the"] * 5, stream=True, stream_options=options)
+    submission = Submission.answered(order.requests, Metrics(vllm_aliases=False))
+    sums: list[int] = []
+
+    def noted(accounts: Any, **more: Any) -> Any:
+        sums.append(len(accounts))
+        return usage_report(accounts, **more)
+
+    monkeypatch.setattr("server.api.answer.usage_report", noted)
+    written = _Chunks(order, submission).written(asyncio.run(anext(submission)))
+    assert written.count(b'"usage":{"prompt_tokens":5,') == 5 and sums == [5]
 
 
 def test_prompt_shapes(server: LiveServer, engine: ScriptedEngine) -> None:
