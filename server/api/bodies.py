@@ -699,7 +699,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InvalidBodyError(f"The body is not UTF-8 (byte {error.start}).") from None
     try:
-        value = _JSON.decode(text)
+        value = (_JSON if len(body) < _LARGE_BYTES else _LARGE_JSON).decode(text)
         if body.count(b"[") + body.count(b"{") > MAX_DEPTH < extent(value)[0]:
             raise RecursionError
     except json.JSONDecodeError as error:
@@ -752,6 +752,14 @@ def _finite(text: str) -> float:
     return value
 
 
-_JSON = json.JSONDecoder(
-    object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite
+_LARGE_BYTES = 1 << 20
+# Between numbers that Python code reads, other threads run; `int` itself holds all up meanwhile.
+_JSON, _LARGE_JSON = (
+    json.JSONDecoder(
+        object_pairs_hook=_no_duplicates,
+        parse_constant=_no_constant,
+        parse_float=_finite,
+        parse_int=read,
+    )
+    for read in (int, lambda text: int(text))
 )

@@ -180,6 +180,21 @@ def test_large_bodies_are_read_beside_the_event_loop(
     assert [name.startswith("tokenize") for name in threads] == [False, False, True, True]
 
 
+def test_others_go_on_while_numbers_of_a_large_body_are_read() -> None:
+    is_read, turns = threading.Event(), list[float]()
+
+    def others() -> None:
+        while not is_read.wait(0.001):
+            turns.append(time.monotonic())
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    body = route_context.parse_object(b'{"prompt": [' + b"1," * (1 << 21) + b"1]}")
+    is_read.set()
+    thread.join()
+    assert len(body["prompt"]) == (1 << 21) + 1 and len(turns) > 20
+
+
 # --- ways around the key ---
 
 PATHS = (

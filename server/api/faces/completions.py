@@ -43,6 +43,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
 _Ids = Annotated[list[TokenId], FailFast(), Field(min_length=1)]
+_MANY = Field(max_length=65536)  # what limits.max_prompts may be
 
 
 def _kind_of_prompt(prompt: Any) -> str | None:
@@ -55,9 +56,9 @@ def _kind_of_prompt(prompt: Any) -> str | None:
 _PROMPT = Kinds(
     {
         "=text": str,
-        "=texts": Annotated[list[str], FailFast()],
+        "=texts": Annotated[list[str], FailFast(), _MANY],
         "=ids": _Ids,
-        "=lists of ids": Annotated[list[_Ids], FailFast()],
+        "=lists of ids": Annotated[list[_Ids], FailFast(), _MANY],
     },
     "must be a string, a list of strings, a list of token ids or a list of lists of token ids",
     _kind_of_prompt,
