@@ -224,11 +224,51 @@ def read_recordings(path: Path | str) -> Iterator[Recording]:
 def _option(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+        raise ValueError(f"{text!r} is not NAME=VALUE")
     try:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def opened(
+    drafter: str, data: Path, corpus: Path | None, limit: int | None, option: Sequence[str]
+) -> tuple[Drafter, list[Recording]]:
+    """The drafter and the recordings that a command line names. Raises ValueError."""
+    try:
+        options = dict(map(_option, option))
+        if corpus is not None:
+            from drafters.corpus import Corpus
+
+            options["corpus"] = Corpus.load(corpus, fingerprint=None)
+        if ":" in drafter:
+            module, _, attribute = drafter.partition(":")
+            made = getattr(importlib.import_module(module), attribute)(**options)
+        else:
+            made = make_drafter(drafter, **options)
+        recordings = list(read_recordings(data))[:limit]
+    except (OSError, ImportError, AttributeError) as error:
+        raise ValueError(str(error)) from None
+    if not recordings:
+        raise ValueError(f"{data}: no recordings")
+    return made, recordings
+
+
+def tell(result: ReplayResult) -> None:
+    """Print it, for people and as JSON."""
+    summary = result.summary()
+    print(
+        f"{summary['decode_tokens_per_step']:.3f} tokens per decode step over {summary['steps']} "
+        f"steps; {summary['mean_tokens_per_step']:.3f} with the step that ends the prompt"
+    )
+    for depth, share in enumerate(summary["acceptance_by_depth"], 1):
+        print(f"  depth {depth:2d}: accepted in {100 * share:.1f} % of the drafts that reach it")
+    for name, counts in summary["by_source"].items():
+        print(f"  {name}: {counts['accepted']} of {counts['drafted']} nodes accepted")
+    print(
+        f"  propose {summary['propose_us']} us, extend {summary['extend_us_per_token']} us a token"
+    )
+    print(json.dumps(summary))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -247,45 +287,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-depth", type=int, default=32, help="deepest node (default 32)")
     parser.add_argument("--limit", type=int, help="replay only the first N recordings")
     parser.add_argument("--prefill", action="store_true", help="first tree off the last prompt row")
-    parser.add_argument("--option", type=_option, action="append", default=[], metavar="NAME=VALUE")
-    arguments = parser.parse_args(argv)
-    options = dict(arguments.option)
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
+    given = parser.parse_args(argv)
     try:
-        if arguments.corpus is not None:
-            from drafters.corpus import Corpus
-
-            options["corpus"] = Corpus.load(arguments.corpus, fingerprint=None)
-        if ":" in arguments.drafter:
-            module, _, attribute = arguments.drafter.partition(":")
-            drafter = getattr(importlib.import_module(module), attribute)(**options)
-        else:
-            drafter = make_drafter(arguments.drafter, **options)
-        recordings = list(read_recordings(arguments.data))[: arguments.limit]
-        if not recordings:
-            raise ValueError(f"{arguments.data}: no recordings")
-    except (OSError, ValueError, ImportError, AttributeError) as error:
+        drafter, recordings = opened(
+            given.drafter, given.data, given.corpus, given.limit, given.option
+        )
+    except ValueError as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
-    result = replay(
-        drafter,
-        recordings,
-        budget=arguments.budget,
-        max_depth=arguments.max_depth,
-        in_prefill=arguments.prefill,
+    tell(
+        replay(
+            drafter,
+            recordings,
+            budget=given.budget,
+            max_depth=given.max_depth,
+            in_prefill=given.prefill,
+        )
     )
-    summary = result.summary()
-    print(
-        f"{summary['decode_tokens_per_step']:.3f} tokens per decode step over {summary['steps']} "
-        f"steps; {summary['mean_tokens_per_step']:.3f} with the step that ends the prompt"
-    )
-    for depth, share in enumerate(summary["acceptance_by_depth"], 1):
-        print(f"  depth {depth:2d}: accepted in {100 * share:.1f} % of the drafts that reach it")
-    for name, counts in summary["by_source"].items():
-        print(f"  {name}: {counts['accepted']} of {counts['drafted']} nodes accepted")
-    print(
-        f"  propose {summary['propose_us']} us, extend {summary['extend_us_per_token']} us a token"
-    )
-    print(json.dumps(summary))
     return 0
 
 
