@@ -53,9 +53,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-async def make_priors(
-    files: Mapping[str, Path], client: EngineClient, *, idle_s: float = IDLE_S
-) -> None:
+async def make_priors(files: Mapping[str, Path], client: EngineClient) -> None:
     """Make the priors that are not there, one after the other, and have the engines take them.
 
     files: where the prior of each built-in model will lie, by the model's name. Ends when all are
@@ -68,7 +66,7 @@ async def make_priors(
             continue
         words = [sys.executable, "-c", _CHILD, str(os.getpid()), "models", "prior", model]
         try:
-            status = await run_when_idle(model, words, idle_s)
+            status = await run_when_idle(model, words, IDLE_S)
         except OSError:  # the machine has no process or no memory left
             status = 1
         if status:

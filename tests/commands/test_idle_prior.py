@@ -107,8 +107,8 @@ from pathlib import Path
 from server.commands import idle_prior
 idle_prior.OtherProcesses.cores = lambda self: 0.0
 idle_prior.available_memory = lambda: 64 << 30
-idle_prior._CALM_S = 0.0
-asyncio.run(idle_prior.make_priors({sys.argv[1]: Path(sys.argv[2])}, None, idle_s=0.0))
+idle_prior._CALM_S = idle_prior.IDLE_S = 0.0
+asyncio.run(idle_prior.make_priors({sys.argv[1]: Path(sys.argv[2])}, None))
 """
 
 
