@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loadtest.peer import total
 from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, RestartConfig
 from server.engine.process import start_process
@@ -255,6 +256,7 @@ async def test_what_is_told_of_a_replica_whose_engine_dies_and_of_one_that_leave
         IngressApp.note(ingress, "tiny", FleetState(replica.info, figures, frozenset(left)))
         text = metrics.exposition().decode()
         assert '"fleet"' not in text and "/fleet" not in text  # their sum, under vLLM's names too
+        assert total(text, "tailor_engine_up") == sum(map(bool, figures.values()))
         labels = r'tailor_((?!model)\w+){engine="tiny/0",model="tiny"} (.*)'
         return {name: float(value) for name, value in re.findall(labels, text)}
 
