@@ -231,48 +231,8 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def opened(
-    drafter: str, data: Path, corpus: Path | None, limit: int | None, option: Sequence[str]
-) -> tuple[Drafter, list[Recording]]:
-    """The drafter and the recordings that a command line names. Raises ValueError."""
-    try:
-        options = dict(map(_option, option))
-        if corpus is not None:
-            from drafters.corpus import Corpus
-
-            options["corpus"] = Corpus.load(corpus, fingerprint=None)
-        if ":" in drafter:
-            module, _, attribute = drafter.partition(":")
-            made = getattr(importlib.import_module(module), attribute)(**options)
-        else:
-            made = make_drafter(drafter, **options)
-        recordings = list(read_recordings(data))[:limit]
-    except (OSError, ImportError, AttributeError) as error:
-        raise ValueError(str(error)) from None
-    if not recordings:
-        raise ValueError(f"{data}: no recordings")
-    return made, recordings
-
-
-def tell(result: ReplayResult) -> None:
-    """Print it, for people and as JSON."""
-    summary = result.summary()
-    print(
-        f"{summary['decode_tokens_per_step']:.3f} tokens per decode step over {summary['steps']} "
-        f"steps; {summary['mean_tokens_per_step']:.3f} with the step that ends the prompt"
-    )
-    for depth, share in enumerate(summary["acceptance_by_depth"], 1):
-        print(f"  depth {depth:2d}: accepted in {100 * share:.1f} % of the drafts that reach it")
-    for name, counts in summary["by_source"].items():
-        print(f"  {name}: {counts['accepted']} of {counts['drafted']} nodes accepted")
-    print(
-        f"  propose {summary['propose_us']} us, extend {summary['extend_us_per_token']} us a token"
-    )
-    print(json.dumps(summary))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status."""
+def main(argv: Sequence[str] | None = None, name: str = "replay") -> int:
+    """The command. name: what its errors begin with. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m drafters.replay", description=(__doc__ or "").split("\n")[0]
     )
@@ -288,23 +248,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="replay only the first N recordings")
     parser.add_argument("--prefill", action="store_true", help="first tree off the last prompt row")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        drafter, recordings = opened(
-            given.drafter, given.data, given.corpus, given.limit, given.option
-        )
-    except ValueError as error:
-        print(f"replay: {error}", file=sys.stderr)
+        options = dict(map(_option, arguments.option))
+        if arguments.corpus is not None:
+            from drafters.corpus import Corpus
+
+            options["corpus"] = Corpus.load(arguments.corpus, fingerprint=None)
+        if ":" in arguments.drafter:
+            module, _, attribute = arguments.drafter.partition(":")
+            drafter = getattr(importlib.import_module(module), attribute)(**options)
+        else:
+            drafter = make_drafter(arguments.drafter, **options)
+        recordings = list(read_recordings(arguments.data))[: arguments.limit]
+        if not recordings:
+            raise ValueError(f"{arguments.data}: no recordings")
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
-    tell(
-        replay(
-            drafter,
-            recordings,
-            budget=given.budget,
-            max_depth=given.max_depth,
-            in_prefill=given.prefill,
-        )
+    result = replay(
+        drafter,
+        recordings,
+        budget=arguments.budget,
+        max_depth=arguments.max_depth,
+        in_prefill=arguments.prefill,
     )
+    summary = result.summary()
+    print(
+        f"{summary['decode_tokens_per_step']:.3f} tokens per decode step over {summary['steps']} "
+        f"steps; {summary['mean_tokens_per_step']:.3f} with the step that ends the prompt"
+    )
+    for depth, share in enumerate(summary["acceptance_by_depth"], 1):
+        print(f"  depth {depth:2d}: accepted in {100 * share:.1f} % of the drafts that reach it")
+    for name, counts in summary["by_source"].items():
+        print(f"  {name}: {counts['accepted']} of {counts['drafted']} nodes accepted")
+    print(
+        f"  propose {summary['propose_us']} us, extend {summary['extend_us_per_token']} us a token"
+    )
+    print(json.dumps(summary))
     return 0
 
 

@@ -192,15 +192,15 @@ def replay(
         Parameter(metavar="NAME=VALUE", help="a drafter's parameter; may be repeated"),
     ] = (),
 ) -> int:
-    from drafters.replay import opened, tell
-    from drafters.replay import replay as run
+    from drafters.replay import main
 
-    try:
-        made, recordings = opened(drafter, data, corpus, limit, option)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    tell(run(made, recordings, budget=max_draft_tokens, in_prefill=prefill))
-    return 0
+    words = ["--drafter", drafter, "--data", str(data), "--budget", str(max_draft_tokens)]
+    words += ["--corpus", str(corpus)] if corpus is not None else []
+    words += ["--limit", str(limit)] if limit is not None else []
+    words += ["--prefill"] if prefill else []
+    for pair in option:
+        words += ["--option", pair]
+    return min(1, main(words, "tailor"))
 
 
 # --- what is asked and answered -------------------------------------------------------------------
