@@ -24,6 +24,11 @@ _MIN_SHARED = 64 << 20
 _MIN_CACHE = 2 << 30
 
 
+PartName = Literal[
+    "models", "downloads", "configs", "tokens", "costs", "priors", "machine-code", "tasks", "fleet"
+]
+
+
 class Finding(NamedTuple):
     """what: in one line. todo: what to do about it; "" where all is well."""
 
@@ -59,19 +64,7 @@ def doctor(place: Place = _PLACE, what: ModelChoice = _MODEL) -> int:
 def cache(
     *,
     clear: Annotated[
-        Literal[
-            "models",
-            "downloads",
-            "configs",
-            "tokens",
-            "costs",
-            "priors",
-            "machine-code",
-            "tasks",
-            "fleet",
-        ]
-        | None,
-        Parameter(help="remove this part; end the servers that use it first"),
+        PartName | None, Parameter(help="remove this part; end the servers that use it first")
     ] = None,
 ) -> int:
     """Exit status 1 when a part could not be removed whole."""
@@ -90,7 +83,7 @@ def cache(
     return 0
 
 
-def cache_parts() -> dict[str, Part]:
+def cache_parts() -> dict[PartName, Part]:
     """All that is kept, by name."""
     from drafters.library import code_folder
 
