@@ -277,11 +277,10 @@ class AdapterRoutes:
     async def _forget(self, served: ServedModel) -> None:
         """Make every engine forget the adapter; an engine that is not running has none. Raises
         EngineError once all were told."""
-        slots = [s for s in self._client.of(served.name) if s.state == "ready"]
-        names = [slot.spec.name for slot in slots]
-        answers = await self._client.ask(names, "adapter_forget", served.adapter_id, REPORT_TIMEOUT_S)
-        for slot, answer in zip(slots, answers.values(), strict=True):
-            if slot.state == "ready" and (problem := problem_of(answer)):
+        ready = {s.spec.name: s for s in self._client.of(served.name) if s.state == "ready"}
+        asked = self._client.ask([*ready], "adapter_forget", served.adapter_id, REPORT_TIMEOUT_S)
+        for name, answer in (await asked).items():
+            if ready[name].state == "ready" and (problem := problem_of(answer)):
                 raise EngineError(f"An engine did not forget the adapter: {problem}")
 
 

@@ -17,6 +17,7 @@ nesting deeper than `MAX_DEPTH`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import re
@@ -753,13 +754,9 @@ def _finite(text: str) -> float:
 
 
 _LARGE_BYTES = 1 << 20
+_decoder = functools.partial(
+    json.JSONDecoder,
+    object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite,
+)  # fmt: skip
 # Between numbers that Python code reads, other threads run; `int` itself holds all up meanwhile.
-_JSON, _LARGE_JSON = (
-    json.JSONDecoder(
-        object_pairs_hook=_no_duplicates,
-        parse_constant=_no_constant,
-        parse_float=_finite,
-        parse_int=read,
-    )
-    for read in (int, lambda text: int(text))
-)
+_JSON, _LARGE_JSON = _decoder(), _decoder(parse_int=lambda text: int(text))

@@ -278,7 +278,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     try:
         if "TAILOR_CPU" in os.environ:
-            _check_cpu()
+            from drafters.target import chosen
+
+            try:
+                chosen()
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         app = build_app()
         chain, apps, rest = app.parse_commands(words)
         if apps[-1].default_command is None and not rest:  # half a command
@@ -295,15 +300,6 @@ def _run(words: Sequence[str]) -> int:
     except BrokenPipeError:  # `tailor models list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _check_cpu() -> None:
-    from drafters.target import chosen
-
-    try:
-        chosen()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 @contextlib.contextmanager

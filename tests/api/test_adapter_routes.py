@@ -9,16 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from server.api.admin import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
-from server.api.engines.client import EngineClient, EngineSpec
+from server.api.engines.client import EngineClient
 from server.api.served_model import Catalog, ServedModel
 from server.config import AdapterConfig, TaskConfig
 from server.errors import EngineError, InvalidRequestError, LoadingError, NoEngineError
-from server.metrics import Metrics
 from server.types import AdapterOrder
 from server.wiring.task_set import TaskSet
 from tests.api.live import served
@@ -191,14 +189,16 @@ def test_an_adapter_that_one_engine_does_not_forget_is_forgotten_by_the_others()
 
 @pytest.mark.parametrize("answer", [None, {"ok": False, "is_lost": True, "error": "e0 is lost"}])
 async def test_an_engine_that_does_not_answer_is_an_error_of_the_engine_s(answer: Any) -> None:
-    engine = EngineSpec("e0", "tiny", "cpu", Mock())
-    client = EngineClient([engine], metrics=Metrics(vllm_aliases=False))
-    [slot] = client.slots
-    slot.state = "ready"
-    if answer is not None:
-        slot._send = lambda sent: client._on_message(slot, 0, ("control", sent[1], answer))
-    with pytest.raises(EngineError, match="e0 (is lost|does not answer)"):
-        await client.control("e0", "figures", None, 0.01)
+    calls: dict[int, Any] = {}
+
+    def send(message: Any) -> None:
+        if answer is not None:
+            calls[message[1]][1].set_result(answer)
+
+    slot = SimpleNamespace(spec=SimpleNamespace(name="e0"), state="ready", send=send)
+    client: Any = SimpleNamespace(slots=[slot], _next_call=0, _calls=calls)
+    with pytest.raises(EngineError, match=r"e0 (is lost|does not answer)"):
+        await EngineClient.control(client, "e0", "figures", None, 0.01)
 
 
 def test_a_base_that_there_is_not_is_named() -> None:

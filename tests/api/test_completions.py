@@ -92,9 +92,7 @@ def test_a_stream_is_the_whole_text(
     assert all(c.usage is None and "usage" not in c.model_fields_set for c in chunks)
 
 
-def test_continuous_usage_counts_up(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_continuous_usage_counts_up(server: LiveServer) -> None:
     response = server.post(
         stream=True, max_tokens=4,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
