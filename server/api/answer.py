@@ -384,7 +384,6 @@ class ChunkWriter(StreamWriter, Generic[_Chunk]):
         self.prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self.num_sent = 0
         self.of_first: dict[str, Any] = {}
-        self._arrived: Usage
         self._num_open = sum(map(len, self.choices))
 
     @abstractmethod

@@ -87,7 +87,7 @@ class FleetHandle:
         max_runs: int = 4,
         max_wait_s: float = 60.0,
         first_pause_s: float = 0.05,
-        on_state: Callable[[FleetState], None] | None = None,
+        on_state: Callable[[FleetState], None] = lambda _: None,
     ) -> None:
         self.name = name
         self._replicas = replicas
@@ -163,8 +163,7 @@ class FleetHandle:
             except Exception as error:
                 log.warning("%s: its replicas do not tell how they are: %r", self.name, error)
             if state is not None:
-                if self._on_state is not None:
-                    self._on_state(state)
+                self._on_state(state)
                 if not announced and state.info is not None:
                     announced = True
                     self._tell(("ready", state.info))
@@ -177,8 +176,7 @@ class FleetHandle:
             answers = await self._replicas.control(name, payload)
             answer = channel.merged(answers)
         except Exception as error:
-            told = str(error)[:300] or type(error).__name__
-            answer = {"ok": False, "is_lost": True, "error": told}
+            answer = {"ok": False, "is_lost": True, "error": str(error)[:300] or repr(error)}
         self._tell(("control", call_id, answer))
 
     # --- a request ---

@@ -55,6 +55,9 @@ def test_build_show_and_replay(
     assert main(["replay", *words]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["decode_tokens_per_step"] > 2.0, "the corpus holds this very output"
+    for wrong in (["--option", "speed", *words], ["--drafter", "mix", "--data", "none.jsonl"]):
+        assert main(["replay", *wrong]) == 1
+        assert capsys.readouterr().err.startswith("tailor: ")
 
 
 def test_data_without_examples_is_told_and_no_corpus_is_written(
