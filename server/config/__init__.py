@@ -26,8 +26,6 @@ from server.config.task import (
     SamplingDefaults,
     SpeculationConfig,
     TaskConfig,
-    TaskLimits,
-    VocabularyConfig,
     load_task,
     load_tasks,
 )
@@ -46,8 +44,6 @@ __all__ = [
     "ServerConfig",
     "SpeculationConfig",
     "TaskConfig",
-    "TaskLimits",
-    "VocabularyConfig",
     "load_server_config",
     "load_task",
     "load_tasks",

@@ -11,7 +11,8 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from server.config import SamplingDefaults, SpeculationConfig, TaskConfig, TaskLimits
+from server.config import SamplingDefaults, SpeculationConfig, TaskConfig
+from server.config.task import TaskLimits
 from server.types import Request
 from tests.api.chat_models import CONTEXT, EOS, TEMPLATES, decode, encode, says, weather
 from tests.api.fixtures import Engines, chats_of

@@ -12,7 +12,8 @@ from pydantic import SecretStr
 
 from server.api.dashboard import PAGE_PATHS, History, View
 from server.api.keys import ApiKey
-from server.config import KeyConfig, ServerConfig, VocabularyConfig
+from server.config import KeyConfig, ServerConfig
+from server.config.task import VocabularyConfig
 from tests.api.live import LiveServer, as_key, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.monitoring.live_engine import monitored, suffix_task

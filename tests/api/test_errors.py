@@ -21,9 +21,9 @@ from server.config import (
     ServerConfig,
     SpeculationConfig,
     TaskConfig,
-    TaskLimits,
 )
 from server.config.server import CorsConfig, MetricsConfig
+from server.config.task import TaskLimits
 from server.errors import TailorError
 from tests.api.fixtures import over, served_by
 from tests.api.live import LiveServer, encode, keyed

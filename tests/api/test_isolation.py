@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from server.api import grammars
-from server.config import ServerConfig, SpeculationConfig, TaskConfig, VocabularyConfig
+from server.config import ServerConfig, SpeculationConfig, TaskConfig
 from server.config.server import MetricsConfig
+from server.config.task import VocabularyConfig
 from server.engine import grammar
 from server.engine.task_store import TaskStore
 from server.grammar_text import grammar_problem, grammar_text

@@ -16,7 +16,8 @@ import pytest
 from server.api.admin import CorpusBody, _Report
 from server.api.faces.completions import CompletionBody
 from server.channel import merged
-from server.config import VocabularyConfig, load_tasks
+from server.config import load_tasks
+from server.config.task import VocabularyConfig
 from server.errors import ConfigError, TaskNotFoundError
 from server.wiring.task_set import TaskSet
 from tests.api.live import LiveServer

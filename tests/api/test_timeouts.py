@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from server.config import LimitsConfig, ServerConfig, SpeculationConfig, TaskConfig, TaskLimits
+from server.config import LimitsConfig, ServerConfig, SpeculationConfig, TaskConfig
+from server.config.task import TaskLimits
 from tests.api.fixtures import over, served_by
 from tests.api.live import LiveServer, encode
 from tests.api.real_engine import CONTEXT, spec

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from server.config import TaskConfig, VocabularyConfig
+from server.config import TaskConfig
+from server.config.task import VocabularyConfig
 from server.types import Delta, Request, VocabularyCounts, VocabularyParams
 from tests.api.fixtures import served_by
 from tests.api.live import LiveServer

@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.config import ServerConfig, SpeculationConfig, TaskConfig, VocabularyConfig
+from server.config import ServerConfig, SpeculationConfig, TaskConfig
+from server.config.task import VocabularyConfig
 from tests.api.live import LiveServer
 from tests.api.test_end_to_end import PROMPTS
 from tests.monitoring.live_engine import monitored, suffix_task

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from server.config import ServerConfig, SpeculationConfig, TaskConfig, VocabularyConfig
+from server.config import ServerConfig, SpeculationConfig, TaskConfig
+from server.config.task import VocabularyConfig
 from tests.api.live import LiveServer
 from tests.api.test_completions import events
 from tests.api.test_end_to_end import PROMPTS

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from server import token_bytes
-from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig, VocabularyConfig
+from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
+from server.config.task import VocabularyConfig
 from server.engine.engine import Engine
 from server.errors import ConfigError
 from server.types import Delta, VocabularyParams
