@@ -152,10 +152,10 @@ def tune_task(
         table, own = served.table, enrichment_of(model.adapter)
         pieces = Pieces(table.offsets, table.blob)
 
-        def make_drafter(name: str, task: str, speculation: SpeculationParams) -> Drafter:
+        def make_drafter(speculation: SpeculationParams) -> Drafter:
             return make_task_drafter(
-                name, table.fingerprint.hex(), engine.info.eos_token_ids, task, speculation,
-                enrichment=own, pieces=pieces,
+                speculation.drafter, table.fingerprint.hex(), engine.info.eos_token_ids, file.name,
+                speculation, enrichment=own, pieces=pieces,
             )  # fmt: skip
 
         return run(

@@ -44,8 +44,6 @@ Example = tuple[Ids, Ids]
 Progress = Callable[[str, int, int | None], None]
 Options = tuple[tuple[str, float], ...]
 """Of a drafter, by key, where they are not the defaults."""
-MakeDrafter = Callable[[str, str, SpeculationParams], "Drafter"]
-"""(drafter's name, task, speculation) -> Drafter, as the server makes it."""
 Data = tuple[list[Example | None], list[Prompt], list[str | None]]
 """(examples, prompts to be recorded, outputs as text) of the rows, None where one has none."""
 
@@ -210,7 +208,7 @@ class Tuning:
 
     data: rows with a prompt and, for outputs "gold", an output, with messages, or recordings;
     fields: where they are. engine: idle, with a table of costs and all drafters. tokenizer: a
-    tokenizers.Tokenizer. tokens: its table. make_drafter: see MakeDrafter. head: seconds of the LM
+    tokenizers.Tokenizer. tokens: its table. make_drafter: as the server's. head: seconds of the LM
     head for one row and for each further one (server.engine.probe.measure_head). sampling: as the
     task will have it, but for max_tokens; that: None takes a bound from the completions, or 256
     without any. budgets: most nodes a step, to be tried. head_share: the LM head's share of the
@@ -228,7 +226,7 @@ class Tuning:
     engine: Engine
     tokenizer: Any
     tokens: TokenBytes
-    make_drafter: MakeDrafter
+    make_drafter: Callable[[SpeculationParams], Drafter]
     head: tuple[float, float]
     progress: Progress
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
@@ -264,7 +262,7 @@ class Tuning:
 
     def drafter(self, name: str, label: str | None, options: Options = ()) -> Drafter:
         """The same, made anew: a drafter learns from what it sees."""
-        return self.make_drafter(name, self.file.name, self.speculation(name, 16, label, options))
+        return self.make_drafter(self.speculation(name, 16, label, options))
 
     @property
     def stop(self) -> list[str]:

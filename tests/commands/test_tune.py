@@ -87,9 +87,9 @@ def _tune(
         **taken(outputs="gold", limit=200, record_seconds=180.0, serve_seconds=60.0)
     )
 
-    def made(*given: Any) -> Any:
+    def made(speculation: SpeculationParams) -> Any:
         done["replays"] += 1
-        return _drafter(others, *given)
+        return _drafter(others, speculation.drafter, file.name, speculation)
 
     stop = tuple(text.encode() for text in more.pop("stop", ()))
     engine: Any = _engine(fixed_cost(first_s, per_row))
