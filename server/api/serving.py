@@ -163,7 +163,7 @@ async def serve(
     sockets: Sequence[socket.socket],
     certificate: tuple[str, str | None] | None = None,
     leave_s: Callable[[], float] = lambda: 0.0,
-    on_ready: Callable[[int], None] | None = None,
+    on_ready: Callable[[int], None] = lambda _: None,
     stop: asyncio.Event | None = None,
 ) -> int:
     """Run the app and its engines; returns the exit status.
@@ -262,15 +262,14 @@ async def _reload(app: FastAPI) -> None:
 
 
 async def _announce(
-    server: uvicorn.Server, client: EngineClient, on_ready: Callable[[int], None] | None
+    server: uvicorn.Server, client: EngineClient, on_ready: Callable[[int], None]
 ) -> None:
     """Call on_ready with the port once the socket listens and every model has an engine."""
     while not (server.started and client.is_ready):
         await asyncio.sleep(0.02)
     port = server.servers[0].sockets[0].getsockname()[1]
     log.info("ready on port %d", port)
-    if on_ready is not None:
-        on_ready(port)
+    on_ready(port)
 
 
 # --- one HTTP/1.1 connection ----------------------------------------------------------------------

@@ -49,7 +49,6 @@ class ServerPlan:
     models: Mapping[str, ServedModel]
     orders: tuple[EngineOrder, ...]
     task_set: TaskSet
-    adapters: AdapterSet
 
 
 def plan_server(
@@ -100,7 +99,7 @@ def plan_server(
             if m.adapter is not None and models[m.name].own_ids
         },
     )
-    return ServerPlan(config, task_set.tasks, models, tuple(orders), task_set, adapters)
+    return ServerPlan(config, task_set.tasks, models, tuple(orders), task_set)
 
 
 def _check_adapters(
@@ -216,7 +215,7 @@ def run_server(
     plan: ServerPlan,
     listener: socket.socket,
     *,
-    on_ready: Callable[[int, EngineClient], None] | None = None,
+    on_ready: Callable[[int, EngineClient], None] = lambda *_: None,
     processes: Sequence[EngineProcess] = (),
 ) -> int:
     """Start every engine and serve until a signal. Returns the exit status (see api.serving.serve).
@@ -266,7 +265,7 @@ def run_server(
             limits=config.limits,
             sockets=[listener],
             certificate=config.listen.certificate,
-            on_ready=None if on_ready is None else lambda port: on_ready(port, client),
+            on_ready=lambda port: on_ready(port, client),
         )
 
     with listener:
@@ -291,7 +290,7 @@ def _engine_client(
         # An engine that starts again gets the adapters that are served then.
         now = replace(
             order,
-            adapters=plan.adapters.orders(order.runner.name),
+            adapters=plan.task_set.adapters.orders(order.runner.name),
             checks_adapters=order.name not in started,
         )
         started.add(order.name)

@@ -112,7 +112,6 @@ class FakeParts(FleetParts):
         return version_of(self.step_s, self.row_s, self.drafts, self.weights, self.text)
 
     def plan(self, threads: int | None = None) -> ServerPlan:
-        from server.wiring.model import AdapterSet
         from server.wiring.server import ServerPlan
         from server.wiring.task_set import TaskSet
         from tests.api.live import served
@@ -125,7 +124,7 @@ class FakeParts(FleetParts):
             models={"tiny": (Path(), FINGERPRINT)},
             kept=Path("nowhere") if self.more_tasks is None else self.more_tasks.parent,
         )
-        return ServerPlan(self.server, tasks, {"tiny": model}, (), admin, AdapterSet({}, {}))
+        return ServerPlan(self.server, tasks, {"tiny": model}, (), admin)
 
     def tasks(self) -> Mapping[str, TaskConfig]:
         """As they are in the files now."""
