@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from drafters.target import chosen
 from server import __version__
 from server.errors import ConfigError, TailorError
 from server.machine import has_terminal
@@ -277,13 +278,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     try:
-        if "TAILOR_CPU" in os.environ:
-            from drafters.target import chosen
-
-            try:
-                chosen()
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+        try:
+            chosen()  # told before what asks it is imported
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         app = build_app()
         chain, apps, rest = app.parse_commands(words)
         if apps[-1].default_command is None and not rest:  # half a command

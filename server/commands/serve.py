@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 from pydantic import SecretStr
 
 from server.commands.options import DEFAULT_MODEL, WEIGHTS, Dtype, WeightsForm
@@ -50,6 +50,14 @@ _IMPORTS = (
 _WHERE = Group("Where", sort_key=1)
 _WHAT = Group("What", sort_key=2)
 _HOW = Group("How", sort_key=3)
+
+
+def _devices(_: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    return parse_device_list(tokens[0].value)
+
+
+def _memory(_: Any, tokens: Sequence[Token]) -> MemorySize:
+    return parse_memory(tokens[0].value)
 
 
 def _key(section: type[Section], key: str, **more: Any) -> Parameter:
@@ -123,7 +131,7 @@ class EngineOptions:
     device: Annotated[
         tuple[str, ...] | None,
         Parameter(
-            converter=lambda _, tokens: parse_device_list(tokens[0].value),
+            converter=_devices,
             n_tokens=1,
             metavar="LIST",
             help="cpu, cuda or cuda:N; several with commas run one engine each (cpu)",
@@ -139,7 +147,7 @@ class EngineOptions:
     kv_cache_memory: Annotated[
         MemorySize | None,
         Parameter(
-            converter=lambda _, tokens: parse_memory(tokens[0].value),
+            converter=_memory,
             n_tokens=1,
             accepts_keys=False,
             metavar="SIZE",

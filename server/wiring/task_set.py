@@ -290,9 +290,8 @@ class TaskSet:
                     path.unlink(missing_ok=True)
                 if not before:
                     folder.rmdir()
-            raise _storage_error(
-                task.name, "The corpus was not changed: the server could not write it", error
-            ) from None
+            told = "The corpus was not changed: the server could not write it"
+            raise _storage_error(task.name, told, error) from None
         self._prune(folder, figures)
 
     def _prune(self, folder: Path, figures: Mapping[str, Any]) -> None:
