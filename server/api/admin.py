@@ -277,11 +277,8 @@ class AdapterRoutes:
     async def _forget(self, served: ServedModel) -> None:
         """Make every engine forget the adapter; an engine that is not running has none. Raises
         EngineError once all were told."""
-        ready = {s.spec.name: s for s in self._client.of(served.name) if s.state == "ready"}
-        asked = self._client.ask([*ready], "adapter_forget", served.adapter_id, REPORT_TIMEOUT_S)
-        for name, answer in (await asked).items():
-            if ready[name].state == "ready" and (problem := problem_of(answer)):
-                raise EngineError(f"An engine did not forget the adapter: {problem}")
+        if not await self._client.tell("adapter_forget", served.adapter_id, served.name):
+            raise EngineError("An engine did not forget the adapter.")
 
 
 # --- tasks ----------------------------------------------------------------------------------------

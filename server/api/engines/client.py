@@ -629,11 +629,13 @@ class EngineClient:
         answers = await asyncio.gather(*map(one, engines))
         return dict(zip(engines, answers, strict=True))
 
-    async def tell(self, name: str, payload: Any) -> bool:
-        """Whether all engines did it. An engine that is not ready will read the new state."""
-        ready = [slot.spec.name for slot in self.slots if slot.state == "ready"]
-        answers = await self.ask(ready, name, payload, _TOLD_S)
-        problems = {engine: problem_of(answer) for engine, answer in answers.items()}
+    async def tell(self, name: str, payload: Any, model: str | None = None) -> bool:
+        """Whether all engines did it, of a model or of all. An engine that is not ready will read
+        the new state, and so will one that dies meanwhile."""
+        slots = self.slots if model is None else self.of(model)
+        ready = {slot.spec.name: slot for slot in slots if slot.state == "ready"}
+        answers = await self.ask([*ready], name, payload, _TOLD_S)
+        problems = {e: problem_of(a) for e, a in answers.items() if ready[e].state == "ready"}
         for engine, problem in problems.items():
             if problem:
                 log.warning("engine %s did not do %s: %s", engine, name, problem)
