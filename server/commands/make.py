@@ -227,9 +227,7 @@ def make(
         bool, Parameter(help="tune although others use the machine; without mode exact")
     ] = False,
 ) -> int:
-    made = _Make(
-        data, file, fields, skip, reads_prompts, recipe, recording, model, even_if_busy
-    )  # fmt: skip
+    made = _Make(data, file, fields, skip, reads_prompts, recipe, recording, model, even_if_busy)
     for line in made.plan():
         print(line)
     if plan:

@@ -512,9 +512,7 @@ def quality(
 
 
 def _interval(found: Any) -> dict[str, float]:
-    return {
-        "mean": round(found.mean, 3), "low": round(found.low, 3), "high": round(found.high, 3)
-    }  # fmt: skip
+    return {"mean": round(found.mean, 3), "low": round(found.low, 3), "high": round(found.high, 3)}
 
 
 def _best_stop(compared: Sequence[Compared], mean: float) -> tuple[str | None, float]:

@@ -120,9 +120,7 @@ class DeskDeployment:
 
     def __init__(self, num_ingresses: int, builders: DeploymentHandle | None = None) -> None:
         del builders
-        self._parts = {
-            "desk": Desk(), "budgets": Budgets(num_ingresses), "changes": ChangeLog()
-        }  # fmt: skip
+        self._parts = {"desk": Desk(), "budgets": Budgets(num_ingresses), "changes": ChangeLog()}
 
     async def ask(self, part: str, method: str, *args: Any) -> Any:
         """What a method of a part answers; see DeskLine."""
