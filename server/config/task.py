@@ -229,8 +229,8 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _within_limits(self) -> TaskConfig:
         most = self.limits.max_tokens
-        for name in ("max_tokens", "min_tokens") if most is not None else ():
-            if (getattr(self.sampling, name) or 0) > most:
+        for name in ("max_tokens", "min_tokens"):
+            if most is not None and (getattr(self.sampling, name) or 0) > most:
                 raise ValueError(f"sampling.{name} is above limits.max_tokens")
         most = self.limits.max_draft_tokens
         if most is not None and self.speculation.max_draft_tokens > most:
