@@ -26,7 +26,7 @@ import httpx
 import pytest
 
 from server import logs
-from server.api import grammars, route_context
+from server.api import bodies, grammars, route_context
 from server.config import LimitsConfig
 from tests.api.fixtures import over
 from tests.api.live import LiveServer, as_key, keyed
@@ -189,7 +189,7 @@ def test_others_go_on_while_numbers_of_a_large_body_are_read() -> None:
 
     thread = threading.Thread(target=others)
     thread.start()
-    body = route_context.parse_object(b'{"prompt": [' + b"1," * (1 << 21) + b"1]}")
+    body = bodies.parse_object(b'{"prompt": [' + b"1," * (1 << 21) + b"1]}")
     is_read.set()
     thread.join()
     assert len(body["prompt"]) == (1 << 21) + 1 and len(turns) > 20
