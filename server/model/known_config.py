@@ -78,23 +78,19 @@ class KnownConfig:
 def find(raw: Mapping[str, Any], folder: Path | None = None) -> KnownConfig | None:
     """The KnownConfig of a config.json with these values, of this folder, or None."""
     key = _key(raw)
-    return _found(key, folder, folder) or _found(key, None, folder)
-
-
-def _found(key: str, place: Path | None, folder: Path | None) -> KnownConfig | None:
-    try:
-        plain = _read(key, place)
-        own = {name: _tuples(value) for name, value in plain["shape"].items()}
-        names = WeightNames(**{k: _tuples(v) for k, v in plain["shape"]["names"].items()})
-        return KnownConfig(
-            key=key,
-            folder=folder,
-            config=SimpleNamespace(**plain["config"]),
-            shape=ModelShape(**{**own, "names": names}),
-            expected={name: tuple(size) for name, size in plain["expected"].items()},
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    for place in (folder, None):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            plain = _read(key, place)
+            own = {name: _tuples(value) for name, value in plain["shape"].items()}
+            names = WeightNames(**{k: _tuples(v) for k, v in plain["shape"]["names"].items()})
+            return KnownConfig(
+                key=key,
+                folder=folder,
+                config=SimpleNamespace(**plain["config"]),
+                shape=ModelShape(**{**own, "names": names}),
+                expected={name: tuple(size) for name, size in plain["expected"].items()},
+            )
+    return None
 
 
 def keep(

@@ -14,8 +14,10 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from gguf import quants
 from tokenizers import pre_tokenizers
 
+from tests.model.cpu.integers.cases import ggml_rows
 from tests.model.families import FAMILIES, GRANITE, LLAMA3, MAX_LEN, WINDOW, randomised
 
 VOCAB_SIZE = 320
@@ -411,8 +413,8 @@ def write(
 ) -> dict[str, np.ndarray]:
     """The file; its tensors by llama.cpp's names.
 
-    forms: of ggml, through which matrices take turns, F32 when none is given; vectors and
-    convolutions are in float32. pre: its pre-tokenizer. extra: vectors that the model has not, by
+    forms: of ggml, through which matrices take turns, F32 when none is given; of K forms, which
+    gguf does not make, any numbers about as large; vectors and convolutions are in float32. pre: its pre-tokenizer. extra: vectors that the model has not, by
     size; those of a layer behind its last one draft.
     """
     writer, config = Writer(path, model.kind), module.config
@@ -434,9 +436,16 @@ def write(
         if form == "F32":
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            rows = _k_rows(form, values) if form.endswith("_K") else quants.quantize(values, kind)
+            writer.add_tensor(name, rows, raw_dtype=kind)
     finish(writer)
     return tensors
+
+
+def _k_rows(form: str, values: np.ndarray) -> np.ndarray:
+    kind = gguf.GGMLQuantizationType[form]
+    own = float(quants.dequantize(ggml_rows(form.lower(), *values.shape), kind).std())
+    return ggml_rows(form.lower(), *values.shape, scale=0.01 * float(values.std()) / own)
 
 
 def finish(writer: Writer) -> None:
@@ -472,3 +481,16 @@ def write_llama(path: Path, *forms: str, pre: str = "smollm") -> dict[str, np.nd
 
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 """Forms of 32 inputs."""
+
+K_FORMS = ("Q4_K", "Q5_K", "Q6_K")
+"""Forms of 256 inputs."""
+
+WIDE = GgufModel(
+    "Gemma3ForCausalLM",
+    "gemma3",
+    MODELS["gemma3_text"].changes
+    | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2},
+    norms=1.0,
+    about=_gemma3,
+)
+"""Wide enough for K forms."""

@@ -40,14 +40,15 @@ SAMPLINGS = (
 Results = Mapping[tuple[str, int], Result]
 
 
-def _profile(seed: int, num: int) -> VocabProfile:
-    ids = sorted({2, *Random(seed).sample(range(3, V), num)})
-    fill = np.setdiff1d(np.arange(3, V, dtype=np.int32), np.asarray(ids))
-    made = VocabSlice.make(ids, RequiredIds.of(V, eos_ids=[2]))
+def profile(seed: int, num: int, vocab_size: int = V) -> VocabProfile:
+    """A random one of so many ids."""
+    ids = sorted({2, *Random(seed).sample(range(3, vocab_size), num)})
+    fill = np.setdiff1d(np.arange(3, vocab_size, dtype=np.int32), np.asarray(ids))
+    made = VocabSlice.make(ids, RequiredIds.of(vocab_size, eos_ids=[2]))
     return VocabProfile(made, fill, np.zeros(fill.shape[0], np.float32))
 
 
-PROFILES = {"small": _profile(1, 40), "medium": _profile(1, 90), "large": _profile(2, 150)}
+PROFILES = {"small": profile(1, 40), "medium": profile(1, 90), "large": profile(2, 150)}
 
 
 def requests_of(seed: int, times: int = 1) -> list[Request]:
@@ -85,6 +86,7 @@ def serve(
     num_blocks: int = 48,
     max_num_seqs: int = 8,
     drafters: Mapping[str, Drafter] | None = None,
+    profiles: Mapping[str, VocabProfile] = PROFILES,
     **settings: Any,
 ) -> tuple[dict[tuple[str, int], Result], Engine]:
     """What an engine over the runner, which lives on, answers. settings: of EngineSettings."""
@@ -94,8 +96,8 @@ def serve(
         runner,
         drafters or {name: make_drafter(name) for name in ("suffix", "auto")},
         EngineSettings(max_num_seqs=max_num_seqs, **given),
-        stop_table=table_of([b"<%d>" % i for i in range(V)]),
-        profiles=PROFILES.__getitem__,
+        stop_table=table_of([b"<%d>" % i for i in range(runner.info.vocab_size)]),
+        profiles=profiles.__getitem__,
     )
     results = run_requests(engine, [(0, request) for request in requests])
     assert engine.recovery.num_failed_steps == 0 and engine.drafts.num_errors == 0

@@ -104,6 +104,30 @@ def test_what_cannot_be_served_as_it_is_says_so(model: Path, tmp_path: Path) -> 
         build_runner(RunnerSpec(name="m", folder=str(folder), weights="int8"))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [("blk.0.ffn_down.weight", "Q8_1"), ("output_norm.weight", "BF16"),
+     ("output_norm.weight", "Q8_0")],
+)  # fmt: skip
+def test_a_tensor_that_no_kernel_reads_is_made_floats_where_its_form_is_known(
+    tensor: str, kind: str, model: Path, tmp_path: Path
+) -> None:
+    raw, path = bytearray(model.read_bytes()), tmp_path / "other.gguf"
+    at = raw.index(tensor.encode()) + len(tensor)
+    dimensions = int.from_bytes(raw[at : at + 4], "little")
+    at += 4 + 8 * dimensions
+    raw[at : at + 4] = int(gguf.GGMLQuantizationType[kind]).to_bytes(4, "little")
+    path.write_bytes(raw)
+    with pytest.raises(UnsupportedModelError, match=rf"{tensor} \({kind.lower()}\) is of no form"):
+        model_folder(str(path), "file")
+    if kind == "Q8_1":
+        with pytest.raises(UnsupportedModelError, match=r"mlp.down_proj.weight is q8_1, which is"):
+            model_folder(str(path))
+    else:
+        weights = open_model(model_folder(str(path), "auto")).floats
+        assert weights.get("model.norm.weight").shape == (32,)
+
+
 def test_a_file_of_ones_own_is_served_as_it_is_unless_something_else_is_asked(model: Path) -> None:
     from server.wiring.model import serves_file
 

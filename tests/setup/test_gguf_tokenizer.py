@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from server.errors import UnsupportedModelError
-from server.model.gguf_tokenizer import convert_tokenizer
+from server.model.gguf_tokenizer import convert_tokenizer, eos_ids
 
 TEXTS = ("Hello  world 12345", "I'M ÉTÉ's\n\n x", "  leading", "a\tb<end>c", "日本 12 hé", "")
 
@@ -110,6 +110,40 @@ def test_a_space_is_put_in_front_unless_the_file_says_no(tmp_path: Path) -> None
     fields = _sentencepiece("ernie4_5")
     first = [_ids({**fields, "add_space_prefix": on}, tmp_path)[0][1] for on in (True, False)]
     assert [fields["tokens"][i] for i in first] == ["\u2581", "Hello"]
+
+
+@pytest.mark.parametrize(("architecture", "drops"), [("phi3", True), ("llama", False)])
+def test_tokens_of_phi3_drop_the_space_behind_them(
+    architecture: str, drops: bool, tmp_path: Path
+) -> None:
+    """As its own tokenizer.json and llama.cpp have it; of the text before them, they drop none."""
+    fields = _sentencepiece(architecture)
+    convert_tokenizer(fields, tmp_path, "m.gguf", lambda _: None)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = [tokenizer.encode(f"He <end>{more}llo").ids for more in ("", " ", "\n \t")]
+    assert [found == ids[0] for found in ids[1:]] == [drops, drops]
+    assert tokenizer.encode("<s>llo").ids != tokenizer.encode("<s> llo").ids
+
+
+@pytest.mark.parametrize(
+    ("named", "template", "ends"),
+    [
+        ({"eos_token_id": 0}, "{{ x }}<end_of_turn>", [0, 3]),
+        ({"eos_token_id": 3}, "<end_of_turn>", [3]),
+        ({"eos_token_id": 0, "eot_token_id": 2}, "<|end|><end_of_turn>", [0, 2, 3]),
+        ({"eos_token_id": 0}, "<|im_end|>", [0]),
+        ({"eos_token_id": 0}, None, [0]),
+        ({}, "<|end|>", [2]),
+    ],
+)
+def test_a_text_ends_where_the_template_ends_a_turn(
+    named: dict[str, int], template: str | None, ends: list[int]
+) -> None:
+    """A Gemma 3 for chats calls <eos> its EOS and nothing else, a Phi-3 <|endoftext|>."""
+    fields: dict[str, Any] = {"tokens": ["<eos>", "a", "<|end|>", "<end_of_turn>"], **named}
+    if template is not None:
+        fields["chat_template"] = template
+    assert eos_ids(fields) == ends
 
 
 def test_what_is_not_known_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -22,13 +22,15 @@ _BLOCKS = {
 }  # fmt: skip
 
 
-def ggml_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """uint8 [outputs, bytes]: any numbers, finite scales."""
+def ggml_rows(
+    name: str, outputs: int, inputs: int, seed: int = 0, scale: float = 0.01
+) -> npt.NDArray[np.uint8]:
+    """uint8 [outputs, bytes]: any numbers, finite scales of about that size."""
     rng = np.random.default_rng(seed)
     size, per, halves = _BLOCKS[name]
     raw = rng.integers(0, 256, (outputs, inputs // per, size), np.uint8)
     for at in halves:
-        values = rng.standard_normal((outputs, inputs // per)).astype("<f2") * np.float16(0.01)
+        values = rng.standard_normal((outputs, inputs // per)).astype("<f2") * np.float16(scale)
         raw[:, :, at : at + 2] = values[..., None].view(np.uint8)
     return raw.reshape(outputs, -1)
 
