@@ -391,8 +391,7 @@ def _read_as_it_is(gguf: Path, out: Path, report: Report) -> None:
             f"{gguf.name}: {kind} is computed by transformers' own forward, from floats"
         )
     report(f"Reading {gguf.name} (once)")
-    unknown = unknown_form(index)
-    if unknown:
+    if unknown := unknown_form(index):
         raise UnsupportedModelError(
             f"{gguf.name}: {unknown} is of no form that is multiplied as it is; "
             "`weights: int8` rounds it"

@@ -86,9 +86,8 @@ def eos_ids(fields: Fields) -> list[int]:
     that the chat template writes."""
     found = [fields.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     template = str(fields.get("chat_template", ""))
-    for i, token in enumerate(fields["tokens"]):
-        if token in _TURN_ENDS and token in template:
-            found.append(i)
+    ends = {token for token in _TURN_ENDS if token in template}
+    found += [i for i, token in enumerate(fields["tokens"]) if token in ends]
     return list(dict.fromkeys(int(value) for value in found if value is not None))
 
 
@@ -153,17 +152,11 @@ _KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 # --- the two kinds of tokenizers ------------------------------------------------------------------
 
 
-def _byte_level(fields: Fields, source: str) -> Tokenizer:
-    """GPT-2's kind. Raises UnsupportedModelError."""
+def _byte_level(fields: Fields, pre: str) -> Tokenizer:
+    """GPT-2's kind."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
-    pre = str(fields.get("pre", "default"))
-    if pre not in _CUTS:
-        raise UnsupportedModelError(
-            f"{source}: its pre-tokenizer {pre[:40]!r} is not known "
-            f"({', '.join(_CUTS)} are); use the model's folder in transformers' form"
-        )
     vocab = {token: i for i, token in enumerate(fields["tokens"])}
     merges: Any = [tuple(merge.split(" ")) for merge in fields.get("merges") or ()]
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS))
@@ -178,11 +171,10 @@ def _byte_level(fields: Fields, source: str) -> Tokenizer:
     return made
 
 
-def _sentencepiece(fields: Fields) -> Tokenizer:
-    """SentencePiece's BPE."""
+def _sentencepiece(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
+    """SentencePiece's BPE. tokens: as tokenizer.json has them."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    tokens = _spelled(fields)
     vocab = {token: i for i, token in enumerate(tokens)}
     is_gemma = _is_gemma(fields)
     ranks = [-i for i in range(len(tokens))] if is_gemma else fields["scores"]
@@ -219,14 +211,6 @@ def _merges(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple
     return [pair for *_, pair in found]
 
 
-def _spelled(fields: Fields) -> list[str]:
-    """The tokens as tokenizer.json has them."""
-    tokens: list[str] = fields["tokens"]
-    if fields.get("model") == "gpt2":
-        return tokens
-    return [token.replace(" ", _SPACE) for token in tokens]
-
-
 # --- the files ------------------------------------------------------------------------------------
 
 
@@ -248,13 +232,19 @@ def convert_tokenizer(
             f"{source}: its tokenizer is {str(kind)[:40]!r} (tokenizer.ggml.model), gpt2 and llama "
             "are read; use the model's folder in transformers' form"
         )
+    pre = str(fields.get("pre", "default"))
+    if kind == "gpt2" and pre not in _CUTS:
+        raise UnsupportedModelError(
+            f"{source}: its pre-tokenizer {pre[:40]!r} is not known "
+            f"({', '.join(_CUTS)} are); use the model's folder in transformers' form"
+        )
+    tokens: list[str] = fields["tokens"]
+    if kind == "llama":
+        tokens = [token.replace(" ", _SPACE) for token in tokens]
     try:
-        made = _byte_level(fields, source) if kind == "gpt2" else _sentencepiece(fields)
-    except UnsupportedModelError:
-        raise
+        made = _byte_level(fields, pre) if kind == "gpt2" else _sentencepiece(fields, tokens)
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{source}: its tokenizer is not whole: {str(error)[:200]}") from None
-    tokens = _spelled(fields)
     named = {
         name: tokens[int(fields[key])]
         for name, key in (
@@ -265,7 +255,7 @@ def convert_tokenizer(
     }  # fmt: skip
     adds_bos = fields.get("add_bos_token")
     if adds_bos is None:
-        adds_bos = kind == "llama" or fields.get("pre") in _ADD_BOS
+        adds_bos = kind == "llama" or pre in _ADD_BOS
     bos = named.get("bos_token") if adds_bos else None
     added = list(_added(fields, tokens, set(named.values())))
     made.add_special_tokens([token for token in added if token.special])

@@ -414,8 +414,9 @@ def write(
     """The file; its tensors by llama.cpp's names.
 
     forms: of ggml, through which matrices take turns, F32 when none is given; of K forms, which
-    gguf does not make, any numbers about as large; vectors and convolutions are in float32. pre: its pre-tokenizer. extra: vectors that the model has not, by
-    size; those of a layer behind its last one draft.
+    gguf does not make, any numbers about as large; vectors and convolutions are in float32. pre:
+    its pre-tokenizer. extra: vectors that the model has not, by size; those of a layer behind its
+    last one draft.
     """
     writer, config = Writer(path, model.kind), module.config
     num_more = int(any(name.startswith(f"blk.{config.num_hidden_layers}.") for name in extra))
