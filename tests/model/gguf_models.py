@@ -444,9 +444,9 @@ def write(
 
 
 def _k_rows(form: str, values: np.ndarray) -> np.ndarray:
-    kind = gguf.GGMLQuantizationType[form]
-    own = float(quants.dequantize(ggml_rows(form.lower(), *values.shape), kind).std())
-    return ggml_rows(form.lower(), *values.shape, scale=0.01 * float(values.std()) / own)
+    (outputs, inputs), kind = values.shape, gguf.GGMLQuantizationType[form]
+    own = float(quants.dequantize(ggml_rows(form.lower(), outputs, inputs), kind).std())
+    return ggml_rows(form.lower(), outputs, inputs, scale=0.01 * float(values.std()) / own)
 
 
 def finish(writer: Writer) -> None:
