@@ -117,21 +117,15 @@ def beside_tasks(
     return AdapterRoutes(context, tasks), admin, reload
 
 
-def test_an_engine_that_started_again_meanwhile_is_told_again() -> None:
+# Between its order and its answer; when e0 had read it, and e1 is being asked.
+@pytest.mark.parametrize("call", [2, 4])
+def test_an_engine_that_started_again_meanwhile_is_told_again(call: int) -> None:
     engines = Engines()
-    engines.events[4] = lambda: engines.restart(0)  # e0 had read it, e1 is being asked
+    engines.events[call] = lambda: engines.restart(0)
     made, admin = routes(engines)
     asyncio.run(made.load(BODY))
     assert engines.known == {"e0": {"new@1"}, "e1": {"new@1"}}
     assert set(admin.served) == {"new"}
-
-
-def test_an_engine_that_starts_again_while_it_reads_is_told_again() -> None:
-    engines = Engines()
-    engines.events[2] = lambda: engines.restart(0)  # between its order and its answer
-    made, _ = routes(engines)
-    asyncio.run(made.load(BODY))
-    assert engines.known == {"e0": {"new@1"}, "e1": {"new@1"}}
 
 
 @pytest.mark.parametrize("call", [3, 4])

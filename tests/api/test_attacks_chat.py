@@ -151,19 +151,6 @@ BAD_REGEXES = (
 )  # fmt: skip
 
 
-def test_no_expression_takes_the_server_along(server: LiveServer) -> None:
-    for regex in BAD_REGEXES:
-        began_s = time.process_time()
-        answer = complete(server, max_tokens=8, structured_outputs={"regex": regex})
-        assert answer.status_code in (200, 400), (regex[:40], answer.text)
-        assert time.process_time() - began_s < 20, regex[:40]
-        if answer.status_code == 400:
-            error = answer.json()["error"]
-            assert error["param"] in ("structured_outputs.regex", None), error
-            assert error["message"].isprintable() and len(error["message"]) < 400
-    forget(server)
-
-
 GRAMMARS = (
     "start: start", "start: start start | ", "start: a\na: b\nb: a", "start: " + "(" * 20_000,
     "start: " + '"a" ' * 10_000, "start: nothing", "%import common.WORD\nstart: WORD",
@@ -175,14 +162,19 @@ GRAMMARS = (
 )  # fmt: skip
 
 
-def test_no_grammar_takes_the_server_along(server: LiveServer) -> None:
-    for grammar in GRAMMARS:
+@pytest.mark.parametrize(("kind", "sources"), [("regex", BAD_REGEXES), ("grammar", GRAMMARS)])
+def test_no_expression_and_no_grammar_takes_the_server_along(
+    server: LiveServer, kind: str, sources: tuple[str, ...]
+) -> None:
+    for source in sources:
         began_s = time.process_time()
-        answer = complete(server, max_tokens=8, structured_outputs={"grammar": grammar})
-        assert answer.status_code in (200, 400), (grammar[:40], answer.text)
-        assert time.process_time() - began_s < 20, grammar[:40]
+        answer = complete(server, max_tokens=8, structured_outputs={kind: source})
+        assert answer.status_code in (200, 400), (source[:40], answer.text)
+        assert time.process_time() - began_s < 20, source[:40]
         if answer.status_code == 400:
-            assert answer.json()["error"]["param"] in ("structured_outputs.grammar", None)
+            error = answer.json()["error"]
+            assert error["param"] in (f"structured_outputs.{kind}", None), error
+            assert error["message"].isprintable() and len(error["message"]) < 400
     forget(server)
 
 

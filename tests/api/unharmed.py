@@ -27,10 +27,10 @@ def rss_mib() -> float:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):  # another libc
         pass
-    return _resident_mib()
+    return resident_mib()
 
 
-def _resident_mib() -> float:
+def resident_mib() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -54,7 +54,7 @@ def unharmed_by(server: LiveServer, normal: Callable[[], httpx.Response]) -> Ite
     assert server.client.engines()[0]["restarts"] == 0
     if is_measured:
         # What is free is given back, which takes long, only where it decides.
-        wait_until(lambda: _resident_mib() < most or rss_mib() < most, 10)
+        wait_until(lambda: resident_mib() < most or rss_mib() < most, 10)
 
 
 def exchange(live: LiveServer, data: bytes, wait_s: float = 10.0) -> bytes:

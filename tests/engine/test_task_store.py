@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SpeculationParams, adapter_of, scope_of
 from server.wiring.drafter import make_task_drafter
+from tests.api.unharmed import resident_mib
 from tests.engine.requests import finish, ids_of, request_of, settled
 from tests.engine.scenarios import open_choices
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -94,11 +94,6 @@ def _report(engine: Engine) -> dict[str, Any]:
     return told
 
 
-def _rss_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Makes engines and closes them in the end."""
@@ -150,8 +145,8 @@ def test_hundreds_of_requests_of_a_task_that_learns(tmp_path: Path, start: Start
         if batch % 2 == 0:
             settled(_memory(engine))
         if batch == 2 and Path("/proc/self/statm").exists():
-            memory_mib = _rss_mib()
-    assert memory_mib == 0.0 or _rss_mib() - memory_mib < 32
+            memory_mib = resident_mib()
+    assert memory_mib == 0.0 or resident_mib() - memory_mib < 32
     assert num_aborted > 20 and engine.num_open == 0
     first, last = float(np.mean(rates[:1])), float(np.mean(rates[-3:]))
     assert first < 2.0 and last > 1.5 * first, (first, last)
