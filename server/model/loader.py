@@ -366,11 +366,7 @@ def _config(path: Path) -> Any:
 
 def _expected(config: Any) -> Mapping[str, tuple[int, ...]]:
     """Names and shapes of the weights that transformers' own class has."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):  # nothing is allocated before sizes are compared
-        state = AutoModelForCausalLM.from_config(config).state_dict()  # type: ignore[no-untyped-call]
+    state = _meta_module(config).state_dict()  # nothing is allocated before sizes are compared
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
@@ -415,8 +411,9 @@ def _meta_module(config: Any) -> nn.Module:
     """transformers' model for `config` with all parameters on the meta device, buffers real."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights  # which takes longer than all else
 
-    with init_empty_weights(include_buffers=False):
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         module: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return module
 
