@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.library import code_folder
+from tests.kept import kept_folder
 from tests.model.gpu.needs import needs_triton
 from tests.profiles import share
 
@@ -108,7 +108,8 @@ AT_NIGHT = [("decode and trees, bf16", 80), ("chunk, fp32, many heads", 80), ("x
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """The kernel for sm_`capability`, from Triton's cache where that has it."""
+    """The kernel for sm_`capability`, from Triton's cache where that has it: by its source, its
+    options and Triton's version."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -156,9 +157,11 @@ def stack_bytes(made: Any, folder: Path) -> int:
 def test_a_kernel_compiles_for_a_gpu(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the shared memory that it asks for and what it spills in bounds. It is kept beside other
-    machine code by its source, its options and Triton's version: to make it takes seconds."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(code_folder() / "triton"))
+    """With the shared memory that it asks for and what it spills in bounds."""
+    from server.model.gpu import triton_kernels
+
+    source = Path(str(triton_kernels.__file__)).read_text(encoding="utf-8")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kept_folder("triton", source)))
     launch = LAUNCHES[name]()
     made = compiled(launch, capability)
     assert made.metadata.shared <= SMALLEST_SHARED_MEMORY
