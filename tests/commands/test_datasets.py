@@ -149,9 +149,8 @@ def test_no_output_holds_a_control_token(tmp_path: Path) -> None:
         read(inside)
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
+BAD: dict[str, list[tuple[str | bytes, str]]] = {
+    "data.jsonl": [
         ("[" * 100_000, "1: no JSON: it is nested too deeply"),
         ('{"prompt": ' + "[" * 100_000, "1: no JSON: it is nested too deeply"),
         ('{"prompt": "\\ud800", "completion": "x"}', "1: holds half a character"),
@@ -167,12 +166,25 @@ def test_no_output_holds_a_control_token(tmp_path: Path) -> None:
         ('["a"]', "a line must be an object"),
         ("{,}", "1: no JSON"),
     ],
+    "data.csv": [
+        ("prompt,completion\na,b,c\n", "2: must have 2 fields"),
+        ("prompt,completion,prompt,,\na,b,c,,\n", "1: prompt: is there twice"),
+        ('prompt,completion\na,"b\n', "1: unexpected end"),
+        ('"a" b,c\na,b\n', "1: ',' expected after"),
+        (b"prompt,completion\n\xff,b\n", "not UTF-8"),
+        ("utterance,label\na,b\n", r"2: completion: is missing \(there are: utterance, label\)"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"), [(name, *row) for name, rows in BAD.items() for row in rows]
 )
-def test_bad_lines_are_named_with_their_reason(
-    content: str | bytes, why: str, tmp_path: Path
+def test_bad_lines_and_tables_are_named_with_their_reason(
+    name: str, content: str | bytes, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        read(written(tmp_path, content), vocab_size=500)
+        read(written(tmp_path, content, name), vocab_size=500)
 
 
 def test_a_row_may_lack_a_prompt_but_not_one_that_was_named(tmp_path: Path) -> None:
@@ -181,24 +193,6 @@ def test_a_row_may_lack_a_prompt_but_not_one_that_was_named(tmp_path: Path) -> N
     assert read(file, fields=Fields(prompt_field="question")) == [(ids("a"), [*ids(" b"), EOS])]
     with pytest.raises(ConfigError, match=r"questoin: is missing .*mean --prompt-field qu"):
         read(file, fields=Fields(prompt_field="questoin"))
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("prompt,completion\na,b,c\n", "2: must have 2 fields"),
-        ("prompt,completion,prompt,,\na,b,c,,\n", "1: prompt: is there twice"),
-        ('prompt,completion\na,"b\n', "1: unexpected end"),
-        ('"a" b,c\na,b\n', "1: ',' expected after"),
-        (b"prompt,completion\n\xff,b\n", "not UTF-8"),
-        ("utterance,label\na,b\n", r"2: completion: is missing \(there are: utterance, label\)"),
-    ],
-)
-def test_bad_tables_are_named_with_their_reason(
-    content: str | bytes, why: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        read(written(tmp_path, content, "data.csv"))
 
 
 def test_a_table_is_the_server_s_though_the_tokenizer_would_cut_texts(folder: Path) -> None:

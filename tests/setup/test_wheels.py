@@ -139,19 +139,16 @@ def test_what_came_is_kept_and_the_next_start_goes_on(index: Index, tmp_path: Pa
     assert index.asked == []
 
 
-def test_a_server_without_ranges_begins_anew(index: Index, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_whole_part_is_not_fetched_again_but_by_a_server_without_ranges(
+    index: Index, tmp_path: Path, ranges: bool
+) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
-    (kept / f"{FILE}.part").write_bytes(b"x" * 1000)
-    index.ranges = False
-    assert get(index, kept).read_bytes() == index.data and index.asked == [0]
-
-
-def test_a_whole_part_is_not_fetched_again(index: Index, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / f"{FILE}.part").write_bytes(index.data)
-    assert get(index, kept).read_bytes() == index.data and index.asked == [len(index.data)]
+    (kept / f"{FILE}.part").write_bytes(index.data if ranges else b"x" * 1000)
+    index.ranges = ranges
+    assert get(index, kept).read_bytes() == index.data
+    assert index.asked == [len(index.data) * ranges]
 
 
 @pytest.fixture
