@@ -110,7 +110,7 @@ def test_from_a_file_to_a_served_task(
 ) -> None:  # fmt: skip
     output, work = tmp_path / "tasks" / "codes.yaml", tmp_path / "tasks" / "codes.make"
     words = ["tasks", "make", str(data), "--name", "codes", "-o", str(output), "--model",
-             str(folder), "--epochs", "14", "--learning-rate", "0.02", "--rows-learning-rate",
+             str(folder), "--epochs", "20", "--learning-rate", "0.02", "--rows-learning-rate",
              "0.05", "--batch-size", "8", "--rank", "4", "--even-if-busy"]  # fmt: skip
     assert main([*words, "--plan"]) == 0
     plan = capsys.readouterr().out
