@@ -11,8 +11,6 @@ from pathlib import Path
 
 from drafters.library import code_folder
 
-_MOST_AGE_S = 30 * 86_400
-
 
 def kept_folder(kind: str, *sources: object) -> Path:
     """The folder for what is made of these sources; those that nobody asked for in a month go."""
@@ -21,6 +19,6 @@ def kept_folder(kind: str, *sources: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
     for other in folder.parent.iterdir():
-        if time.time() - other.stat().st_mtime > _MOST_AGE_S:
+        if time.time() - other.stat().st_mtime > 30 * 86_400:
             shutil.rmtree(other, ignore_errors=True)
     return folder

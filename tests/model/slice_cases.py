@@ -149,14 +149,6 @@ def make_slices(runner: Runner) -> list[HeadSlice]:
     ]
 
 
-def check_likely(runner: Runner, slices: list[HeadSlice], atol: float) -> None:
-    """Of cached slices, of the same ones uncached, and of the full head."""
-    batch = batch_of(8, 1, [0, 1, 2, -1, 2, 1, -1, 0])
-    for held in (slices, [uncached(slice_) for slice_ in slices]):
-        assert_likely(runner, replace(batch, slices=tuple(held)), atol)
-    assert_likely(runner, replace(batch, draw_slice=None), atol)
-
-
 def check_neighbours(runner: Runner, slices: list[HeadSlice], atol: float) -> None:
     """Rows with a full head, with other slices and with other tables in one batch, or alone."""
     chosen = [0, -1, 2, 1, -1, 0, 2, -1]

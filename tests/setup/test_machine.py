@@ -31,65 +31,10 @@ def write(root: Path, files: dict[str, object]) -> None:
         (root / name).write_text(f"{text}\n", encoding="ascii")
 
 
-@pytest.mark.parametrize(
-    ("files", "cores", "quota", "memory_limit", "available_memory"),
-    [
-        ({}, CORES, None, None, 8 * GIB),
-        (
-            # The group above has less left than the pod: 6 - (5 - 1) GiB, beside 4 - 1.
-            {
-                "proc/self/cgroup": "0::/kubepods/pod7/box",
-                "sys/fs/cgroup/kubepods/memory.max": 6 * GIB,
-                "sys/fs/cgroup/kubepods/memory.current": 5 * GIB,
-                "sys/fs/cgroup/kubepods/memory.stat": f"anon 1\ninactive_file {GIB}\nfile 7",
-                "sys/fs/cgroup/kubepods/pod7/cpu.max": "100000 100000",
-                "sys/fs/cgroup/kubepods/pod7/memory.max": 4 * GIB,
-                "sys/fs/cgroup/kubepods/pod7/memory.high": "max",
-                "sys/fs/cgroup/kubepods/pod7/memory.current": GIB,
-                "sys/fs/cgroup/kubepods/pod7/box/memory.max": "max",
-            },
-            1, 1.0, 4 * GIB, 2 * GIB,
-        ),
-        (
-            # Its files are the mounted folder; the path that it is told is the host's.
-            {
-                "proc/self/cgroup": (
-                    "4:memory:/docker/1f\n3:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/"
-                ),
-                "sys/fs/cgroup/unified/cgroup.procs": "",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 100000,
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 50000,
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": GIB,
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": GIB // 2,
-                "sys/fs/cgroup/memory/memory.stat": (
-                    f"inactive_file 9\ntotal_inactive_file {GIB // 4}"
-                ),
-            },
-            min(CORES, 2), 2.0, GIB, 3 * GIB // 4,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory:/\n3:cpu:/",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1,
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
-            },
-            CORES, None, None, 8 * GIB,
-        ),
-    ],
-    ids=[
-        "no cgroup: the mask and the machine", "version 2: the tightest group above",
-        "version 1: a container without a namespace", "version 1 without limits",
-    ],
-)  # fmt: skip
-def test_cores_and_memory_are_those_of_the_cgroups(
-    root: Path, files: dict[str, object], cores: int, quota: float | None,
-    memory_limit: int | None, available_memory: int,
-) -> None:  # fmt: skip
-    write(root, files)
+def test_without_a_cgroup_it_is_the_mask_and_the_machine(root: Path) -> None:
     machine = Machine(root)
-    assert (machine.cores, machine.quota) == (cores, quota)
-    assert (machine.memory_limit, machine.available_memory) == (memory_limit, available_memory)
+    assert (machine.cores, machine.quota, machine.memory_limit) == (CORES, None, None)
+    assert machine.available_memory == 8 * GIB
 
 
 @pytest.mark.parametrize(
@@ -107,6 +52,61 @@ def test_version_2_a_quota_binds_whole_cores(
 def test_the_mask_binds_where_it_is_smaller_than_the_quota(root: Path) -> None:
     write(root, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "6400000 100000"})
     assert Machine(root).cores == CORES
+
+
+def test_version_2_the_tightest_group_above_binds(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "0::/kubepods/pod7/box",
+            "sys/fs/cgroup/kubepods/memory.max": 6 * GIB,
+            "sys/fs/cgroup/kubepods/memory.current": 5 * GIB,
+            "sys/fs/cgroup/kubepods/memory.stat": f"anon 1\ninactive_file {GIB}\nfile 7",
+            "sys/fs/cgroup/kubepods/pod7/cpu.max": "100000 100000",
+            "sys/fs/cgroup/kubepods/pod7/memory.max": 4 * GIB,
+            "sys/fs/cgroup/kubepods/pod7/memory.high": "max",
+            "sys/fs/cgroup/kubepods/pod7/memory.current": GIB,
+            "sys/fs/cgroup/kubepods/pod7/box/memory.max": "max",
+        },
+    )
+    machine = Machine(root)
+    assert (machine.cores, machine.memory_limit) == (1, 4 * GIB)
+    # The group above has less left than the pod: 6 - (5 - 1) GiB, beside 4 - 1.
+    assert machine.available_memory == 2 * GIB
+
+
+def test_version_1_of_a_container_without_a_namespace(root: Path) -> None:
+    """Its files are the mounted folder; the path that it is told is the host's."""
+    cgroup = "4:memory:/docker/1f\n3:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/"
+    write(
+        root,
+        {
+            "proc/self/cgroup": cgroup,
+            "sys/fs/cgroup/unified/cgroup.procs": "",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 100000,
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": 50000,
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": GIB,
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": GIB // 2,
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 9\ntotal_inactive_file {GIB // 4}",
+        },
+    )
+    machine = Machine(root)
+    assert (machine.quota, machine.memory_limit) == (2.0, GIB)
+    assert machine.available_memory == 3 * GIB // 4
+
+
+def test_version_1_without_limits(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "4:memory:/\n3:cpu:/",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1,
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
+        },
+    )
+    machine = Machine(root)
+    assert (machine.quota, machine.memory_limit, machine.available_memory) == (None, None, 8 * GIB)
 
 
 def test_a_kv_cache_takes_its_share_of_what_the_cgroup_has_left(

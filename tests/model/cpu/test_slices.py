@@ -27,7 +27,6 @@ from tests.model.slice_cases import (
     assert_likely,
     batch_of,
     cached,
-    check_likely,
     check_neighbours,
     check_verify,
     check_where_nothing_is_allowed,
@@ -87,7 +86,10 @@ def slices(runner: CpuRunner) -> list[HeadSlice]:
 def test_the_likeliest_ids_are_told_beside_the_draws(
     runner: CpuRunner, slices: list[HeadSlice]
 ) -> None:
-    check_likely(runner, slices, 1e-6)
+    batch = batch_of(8, 1, [0, 1, 2, -1, 2, 1, -1, 0])
+    assert_likely(runner, replace(batch, slices=tuple(slices)), 1e-6)
+    assert_likely(runner, replace(batch, slices=tuple(uncached(s) for s in slices)), 1e-6)
+    assert_likely(runner, replace(batch, draw_slice=None), 1e-6)
 
 
 def test_a_step_that_draws_itself_tells_the_same_likeliest_ids(runner: CpuRunner) -> None:

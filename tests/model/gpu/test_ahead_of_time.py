@@ -160,7 +160,7 @@ def test_a_kernel_compiles_for_a_gpu(
     """With the shared memory that it asks for and what it spills in bounds."""
     from server.model.gpu import triton_kernels
 
-    source = Path(str(triton_kernels.__file__)).read_text(encoding="utf-8")
+    source = Path(str(triton_kernels.__file__)).read_bytes()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(kept_folder("triton", source)))
     launch = LAUNCHES[name]()
     made = compiled(launch, capability)

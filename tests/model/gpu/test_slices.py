@@ -31,9 +31,9 @@ from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.slice_cases import (
+    assert_likely,
     batch_of,
     cached,
-    check_likely,
     check_verify,
     check_where_nothing_is_allowed,
     ids_of,
@@ -112,7 +112,10 @@ def hf_logits(module: PreTrainedModel, batch: Batch, row: int) -> npt.NDArray[np
 def test_the_likeliest_ids_are_told_beside_the_draws(
     runner: TorchRunner, slices: list[HeadSlice]
 ) -> None:
-    check_likely(runner, slices, 1e-5)
+    batch = batch_of(8, 1, [0, 1, 2, -1, 2, 1, -1, 0])
+    assert_likely(runner, replace(batch, slices=tuple(slices)), 1e-5)
+    assert_likely(runner, replace(batch, slices=tuple(uncached(s) for s in slices)), 1e-5)
+    assert_likely(runner, replace(batch, draw_slice=None), 1e-5)
 
 
 @pytest.mark.parametrize("seed", range(2))
