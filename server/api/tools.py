@@ -172,10 +172,9 @@ class ToolReader:
 
     def _read_forced(self, name: str) -> _Reading[None]:
         self._report(name)
-        while not self._has_ended:
+        while True:
             self._arguments.append(self._take_all())
             yield
-        self._arguments.append(self._take_all())
 
     def _read(self, begun: bool) -> _Reading[None]:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from server.api.bodies import validate
 from server.api.faces.completions import CompletionBody, Completions
-from server.api.faces.decisions import DecisionBody, Decisions, Question, input_text, questions_of
+from server.api.faces.decisions import DecisionBody, Decisions, Question, input_text
 from server.api.order import Order, Orders, Target
 from server.api.served_model import Catalog, ServedModel
 from server.config import LimitsConfig, TaskConfig
@@ -47,7 +47,8 @@ def completion(takes: Orders, room: int | None = None, **body: Any) -> Order:
 def asked(*questions: Any) -> list[Question]:
     """What a decision asks."""
     body = validate(DecisionBody, {"model": "tiny", "input": "x", "questions": [*questions]})
-    return questions_of(body.questions)
+    context: Any = None  # of HTTP
+    return Decisions(context).asked(body)[0]
 
 
 def decisions(takes: Orders, given: Any, questions: Any) -> list[Request]:

@@ -392,11 +392,6 @@ class DecisionBody(BodyPart):
     safety_identifier: str | None = None
 
 
-def questions_of(given: Sequence[Any]) -> list[Question]:
-    """The questions of a body. Raises InvalidRequestError and its kin."""
-    return [_question(question, f"questions[{i}]") for i, question in enumerate(given)]
-
-
 def _question(given: Any, at: str) -> Question:
     options: list[Option] = []
     if isinstance(given, ChoiceQuestion):
@@ -617,7 +612,8 @@ class Decisions(QuestionFace):
     id_prefix = "dec-"
 
     def asked(self, body: Any) -> tuple[list[Question], str, str]:
-        return questions_of(body.questions), input_text(body.input), "input"
+        questions = [_question(given, f"questions[{i}]") for i, given in enumerate(body.questions)]
+        return questions, input_text(body.input), "input"
 
     def told(self, label: str, answered: Answered, accounts: Sequence[RequestAccount]) -> Struct:
         answers = [_answer(question, chances) for question, chances in answered]
