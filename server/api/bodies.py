@@ -21,7 +21,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import (
@@ -97,6 +98,7 @@ class BodyPart(BaseModel):
         return ".".join(_respelled(path, self._spelled))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Kinds:
     """Annotates a member (of type Any) that may hold one of several kinds of values, so that only
     the kind that was sent is checked, and an error is one.
@@ -106,17 +108,10 @@ class Kinds:
     names the kind.
     """
 
-    def __init__(
-        self,
-        kinds: Mapping[str, Any],
-        wrong: str,
-        kind_of: Callable[[Any], str | None],
-        key: str = "",
-    ) -> None:
-        self._kinds = kinds
-        self._wrong = wrong
-        self._kind_of = kind_of
-        self._key = key
+    kinds: Mapping[str, Any]
+    wrong: str
+    kind_of: Callable[[Any], str | None]
+    key: str = ""
 
     @classmethod
     def by(cls, key: str, kinds: Mapping[str, type[BodyPart]]) -> Kinds:
@@ -131,11 +126,11 @@ class Kinds:
 
     def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.tagged_union_schema(
-            {name: handler.generate_schema(kind) for name, kind in self._kinds.items()},
-            self._kind_of,
+            {name: handler.generate_schema(kind) for name, kind in self.kinds.items()},
+            self.kind_of,
             custom_error_type="kind",
-            custom_error_message=self._wrong,
-            custom_error_context={"key": self._key},
+            custom_error_message=self.wrong,
+            custom_error_context={"key": self.key},
         )
 
 
@@ -276,6 +271,10 @@ class ResponseFormatBody(BodyPart):
 
 
 _NEUTRAL: Mapping[str, Neutral] = {
+    # OpenAI
+    "moderation": ((), "this server has no moderation"),
+    "prompt_cache_options": ((), "the prefix cache needs no options and promises no lifetime"),
+    "prompt_cache_retention": (("in_memory",), "the prefix cache promises no lifetime"),
     # vLLM
     "use_beam_search": ((False,), "nothing is searched, choices are drawn"),
     "length_penalty": ((1.0,), "it belongs to beam search"),
@@ -286,6 +285,10 @@ _NEUTRAL: Mapping[str, Neutral] = {
     "logits_processors": (([],), ""),
     "vllm_xargs": (({},), ""),
     "mm_processor_kwargs": (({},), "this model reads text only"),
+    "return_mm_kwargs": ((True,), "this model reads text only"),
+    "return_token_offsets": ((False,), ""),
+    "routed_experts_prompt_start": ((0,), ""),
+    "watermarking": ((False,), ""),
     # llama.cpp: samplers that are off, and what changes no text
     "cache_prompt": ((True,), ""),
     "dry_multiplier": ((0,), ""),
@@ -587,7 +590,7 @@ def joined_texts(
     separator: str,
     *,
     parts: Mapping[str, str] = TEXT_PARTS,
-    ignored: frozenset[str] = frozenset({"cache_control"}),
+    ignored: frozenset[str] = frozenset({"cache_control", "prompt_cache_breakpoint"}),
 ) -> str:
     """The text of a string or of a list of text parts.
 
@@ -625,7 +628,7 @@ def joined_texts(
     return separator.join(texts)
 
 
-def refuse_members(item: Mapping[str, Any], known: set[str], at: str) -> None:
+def refuse_members(item: Mapping[str, Any], known: Set[str], at: str) -> None:
     """Raise UnknownFieldError for a member that is none of `known` and says something."""
     for name, value in item.items():
         if name not in known and not says_nothing(value):

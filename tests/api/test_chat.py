@@ -594,6 +594,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
+    ({"function_call": []}, "function_call"),
     ({"moderation": {"model": "x"}}, "moderation"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"prompt_cache_options": {"mode": "implicit"}}, "prompt_cache_options"),

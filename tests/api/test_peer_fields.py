@@ -42,9 +42,9 @@ def post(server: LiveServer, path: str, secret: str = "", **body: Any) -> httpx.
     return server.post(path, secret, **{"model": None, **BODIES[path], **body})
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", STREAMED)
 def test_settings_of_peers_that_change_nothing_are_taken(server: LiveServer, path: str) -> None:
-    anyway = {name: values[0] for name, (values, _) in GenerationBody.NEUTRAL.items()}
+    anyway = {name: values[0] for name, (values, _) in GenerationBody.NEUTRAL.items() if values}
     answer = post(server, path, model="hermes", **anyway)
     assert answer.status_code == 200, answer.text
     document = httpx.get(server.url + "/openapi.json").json()["paths"][path]["post"]
@@ -225,6 +225,7 @@ def chat(server: LiveServer, **body: Any) -> httpx.Response:
         {"tool_calls": None},
         {"images": [], "thinking_blocks": []},
         {"name": None},
+        {"parsed": {"city": "Rome"}},  # OpenAI's own helpers send it back
     ],
     ids=str,
 )
@@ -258,11 +259,14 @@ def test_what_a_message_would_lose_is_refused(
 def test_calls_and_parts_of_other_clients(server: LiveServer, engines: Engines) -> None:
     call: dict[str, Any] = {
         "id": "call_1", "type": "function", "index": 0,
-        "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+        "function": {
+            "name": "get_weather", "arguments": '{"city": "Rome"}',
+            "parsed_arguments": {"city": "Rome"},
+        },
     }  # fmt: skip
     part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "id": None}
     messages = [
-        {"role": "user", "content": [part]},
+        {"role": "user", "content": [{**part, "prompt_cache_breakpoint": {"mode": "explicit"}}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "rain", "cache_control": None},
     ]
@@ -294,7 +298,7 @@ def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any
         {"chat_template_kwargs": {"enable_thinking": False}}, {"top_logprobs": 0},
         {"chat_template_kwargs": {"thinking": False, "frobnicate": None}},
         {"reasoning_effort": "none"}, {"reasoning_effort": "minimal"}, {"reasoning_effort": "low"},
-        {"function_call": "none"}, {"logprobs": False},
+        {"function_call": "none"}, {"logprobs": False}, {"tools": [{"function": {"name": "f"}}]},
     ],
     ids=str,
 )  # fmt: skip

@@ -112,7 +112,8 @@ def test_events_of_a_text(server: LiveServer) -> None:
         "response.completed",
     ]  # fmt: skip
     assert set(kinds[4:-4]) == {"response.output_text.delta"} and len(kinds) > 10
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == REPLY
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    assert "".join(e.delta for e in deltas) == deltas[-1].snapshot == REPLY
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert final.output_text == REPLY and final.usage is not None
 
@@ -126,26 +127,36 @@ def test_a_tool_is_called_and_answered(server: LiveServer, engine: ScriptedEngin
     assert call.type == "function_call" and call.name == "get_weather"
     assert json.loads(call.arguments) == {"city": "Rome"} and call.status == "completed"
     engine.script = says(REPLY)
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    history = [*question, *(item.model_dump() for item in first.output), result]
+    direct = {"caller": {"type": "direct"}}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain", **direct}
+    said = {**call.model_dump(), "parsed_arguments": {"city": "Rome"}, "async": False, **direct}
+    history = [*question, said, result]
     second = client.responses.create(model="hermes", input=history, tools=[TOOL])
     assert second.output_text == REPLY
     prompt = decode(engine.submitted[-1].prompt_ids)
     assert "Rome" in prompt and "rain" in prompt
-    again = [*history, *(item.model_dump() for item in second.output), *question]
+    [message] = (item.model_dump() for item in second.output)
+    message["content"][0] |= {"parsed": {"city": "Rome"}, "cache_control": {"type": "ephemeral"}}
+    again = [*history, message, *question]
     assert client.responses.create(model="hermes", input=again, tools=[TOOL]).output_text == REPLY
     assert REPLY.strip() in decode(engine.submitted[-1].prompt_ids)
 
 
-def test_events_of_a_call(server: LiveServer, engine: ScriptedEngine) -> None:
-    engine.script = says(f"So:\n{CALL}")
+@pytest.mark.parametrize("per_step", [1, 8])
+def test_events_of_a_call(server: LiveServer, engine: ScriptedEngine, per_step: int) -> None:
+    engine.script = says(f"So:\n{CALL}", per_step=per_step)
     with server.openai().responses.stream(model="hermes", input="x", tools=[TOOL]) as stream:
         events = list(stream)
         final = stream.get_final_response()
     text, call = final.output
     assert text.type == "message" and call.type == "function_call"
-    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
-    assert len(deltas) > 1 and json.loads("".join(deltas)) == {"city": "Rome"}
+    deltas = [e for e in events if e.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1 and "".join(e.delta for e in deltas) == deltas[-1].snapshot
+    assert json.loads(call.arguments) == json.loads(deltas[-1].snapshot) == {"city": "Rome"}
+    added = [e.item for e in events if e.type == "response.output_item.added"]
+    assert [item.status for item in added] == ["in_progress", "in_progress"]
+    assert added[0].type == "message" and not added[0].content
+    assert added[1].type == "function_call" and not added[1].arguments
     done = [e for e in events if e.type == "response.output_item.done"]
     assert [e.output_index for e in done] == [0, 1]
 
@@ -184,6 +195,9 @@ NEUTRAL: list[dict[str, Any]] = [
     {"truncation": "disabled"}, {"top_logprobs": 0}, {"reasoning": {"effort": "low"}},
     {"stream_options": {"include_obfuscation": False}}, {"stream_options": {}},
     {"parallel_tool_calls": True}, {"user": "u"}, {"service_tier": "auto"}, {"conversation": None},
+    {"reasoning": {"mode": "standard", "context": "all_turns"}},
+    {"prompt_cache_retention": "in_memory"},
+    {"tools": [{**TOOL, "async": False, "defer_loading": False, "allowed_callers": ["direct"]}]},
 ]  # fmt: skip
 
 
@@ -200,6 +214,7 @@ def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"moderation": {"model": "x"}}, "moderation"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         (
@@ -232,6 +247,8 @@ def test_a_value_is_told_as_the_client_wrote_it(server: LiveServer) -> None:
     [
         ({"input": []}, "invalid_value", "input"),
         ({"input": [{"role": "x", "content": "y"}]}, "invalid_value", "input[0].role"),
+        ({"input": [{"type": 0, "role": "user", "content": "y"}]}, "unsupported_parameter",
+         "input[0].type"),
         ({"input": [{"role": "user"}]}, "invalid_value", "input[0].content"),
         ({"max_output_tokens": 10_000}, "context_length_exceeded", "max_output_tokens"),
         ({"input": "a b " * 5000}, "context_length_exceeded", "input"),
@@ -241,7 +258,13 @@ def test_a_value_is_told_as_the_client_wrote_it(server: LiveServer) -> None:
          "tools[0].parameters"),
         ({"tools": [TOOL, TOOL]}, "invalid_value", "tools[1].name"),
         ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
+        ({"tools": [{**TOOL, "async": True}]}, "invalid_value", "tools[0].async"),
+        ({"reasoning": {"mode": "pro"}}, "invalid_value", "reasoning.mode"),
         ({"frobnicate": 1}, "unknown_parameter", "frobnicate"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "unknown_parameter",
+         "input[0].encrypted_content"),
+        ({"input": [{"type": "reasoning", "summary": [{"text": "x"}]}]}, "unknown_parameter",
+         "input[0].summary"),
         ({"stream_options": {"include_obfuscation": 0}}, "invalid_value",
          "stream_options.include_obfuscation"),
         (
@@ -280,7 +303,9 @@ def test_an_error_in_a_stream_is_an_event(server: LiveServer, engine: ScriptedEn
 
 
 def test_the_answer_is_openais(server: LiveServer) -> None:
-    Response.model_validate(post(server, tools=[TOOL]).json(), strict=True)
+    answer = post(server, tools=[TOOL], top_p=0).json()
+    Response.model_validate(answer, strict=True)
+    assert answer["top_p"] == 0
 
 
 def test_an_item_is_referred_to_once(server: LiveServer) -> None:

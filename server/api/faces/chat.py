@@ -92,11 +92,15 @@ _TOOL_CHOICE = {
 }
 
 
+_PARSED = "of OpenAI's helpers, which send it back; changes nothing"
+
+
 class CalledFunctionBody(BodyPart):
     """Name and arguments (JSON text) of a call that was made."""
 
     name: str = Field(pattern=FUNCTION_NAME)
     arguments: str
+    parsed_arguments: Any = Field(None, description=_PARSED)
 
 
 class ToolCallBody(BodyPart):
@@ -130,6 +134,7 @@ class MessageBody(BodyPart):
     function_call: Any = None
     id: str | None = Field(None, max_length=256, description="changes nothing")
     cache_control: Any = Field(None, description="of other vendors' prompt caches; changes nothing")
+    parsed: Any = Field(None, description=_PARSED)
 
     @model_validator(mode="before")
     @classmethod
@@ -156,7 +161,7 @@ class FunctionBody(BodyPart):
 class ToolBody(BodyPart):
     """One tool."""
 
-    type: Literal["function", "custom"]
+    type: Literal["function", "custom"] = "function"
     function: FunctionBody | None = None
     custom: Any = None
     cache_control: Any = Field(None, description="of other vendors' prompt caches; changes nothing")
@@ -174,19 +179,14 @@ class ChatBody(GenerationBody):
         "echo": ((False,), "an answer holds the message alone"),
         "add_special_tokens": ((False,), "the chat template writes all control tokens"),
         "verbosity": (("medium",), "answers are as long as they are"),
-        "prompt_cache_retention": (("in_memory",), "the prefix cache promises no lifetime"),
         "modalities": ((["text"], []), "this model writes text only"),
         "audio": ((), "this model writes text only"),
         "chat_template": (
             (), "a chat is rendered by the model's own template, never by a client's",
         ),
         "documents": (([],), "put them into the messages"),
-        "function_call": (([], "none"), f"{_OLD_FORM}tool_choice"),
+        "function_call": (("none",), f"{_OLD_FORM}tool_choice"),
         "functions": (([],), f"{_OLD_FORM}tools"),
-        "moderation": ((), "this server has no moderation"),
-        "prompt_cache_options": (
-            (), "the prefix cache needs no options and promises no lifetime",
-        ),
         "truncate_prompt_tokens": ((), "a rendered chat is not cut; leave out messages"),
         "web_search_options": ((), "this server searches nothing"),
     }  # fmt: skip
@@ -273,7 +273,7 @@ _OF_ALL_ROLES = frozenset({"role", "id", "cache_control"})
 _FIELDS_OF_ROLE: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("system", "developer", "user"), frozenset({"content", "name"})),
     "assistant": frozenset(
-        {"content", "name", "refusal", "reasoning_content", "tool_calls", "annotations"}
+        {"content", "name", "refusal", "reasoning_content", "tool_calls", "annotations", "parsed"}
     ),
     "tool": frozenset({"content", "tool_call_id", "name"}),
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server.api.bodies import joined_texts, refuse_members, says_nothing
+from server.api.bodies import joined_texts, refuse_members
 from server.api.chats import MAX_MESSAGES, Call, Turn
 from server.errors import (
     InvalidRequestError,
@@ -26,10 +26,9 @@ TEXTS: Mapping[str, str] = {
     "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
 }  # fmt: skip
 _IGNORED = frozenset(
-    {"id", "status", "type", "phase", "annotations", "logprobs", "namespace",
-     "prompt_cache_breakpoint"}
+    {"id", "status", "type", "phase", "annotations", "logprobs", "namespace", "caller", "async",
+     "cache_control", "prompt_cache_breakpoint", "parsed", "parsed_arguments"}
 )  # fmt: skip
-_THOUGHTS = ("content", "summary")
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -86,7 +85,7 @@ class Items:
             at = f"input[{i}]"
             if not isinstance(item, dict):
                 raise InvalidRequestError(f"must be an object; got {echoed(item)}.", at=at)
-            kind = item.get("type") or "message"
+            kind = "message" if item.get("type") is None else item["type"]
             if kind == "item_reference" and kept is not None:
                 refuse_members(item, {"id", "type"}, at)
                 found = kept(item.get("id"))
@@ -101,7 +100,8 @@ class Items:
                     raise InvalidRequestError("this item is there twice.", at=f"{at}.id")
                 referred.add(item["id"])
                 item, kind = found, found.get("type", "message")
-            if kind == "reasoning" and all(says_nothing(item.get(k)) for k in _THOUGHTS):
+            if kind == "reasoning":
+                refuse_members(item, _IGNORED, at)  # thoughts are shown to no model
                 continue
             turn = self._turn(item, kind, at)
             if turn.calls and turns and turns[-1].calls:  # calls of one turn

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -63,20 +63,26 @@ class TextBody(BodyPart):
 
 
 class FunctionToolBody(FunctionBody):
-    """A function that the model may call."""
+    """A function that the model may call, by itself and while the client waits."""
 
     type: Literal["function"]
+    allowed_callers: list[Literal["direct"]] | None = Field(None, min_length=1)
+    defer_loading: Literal[False] | None = None
+    runs_apart: Literal[False] | None = Field(None, alias="async")
 
 
 _TOOL = Kinds.by("type", {"function": FunctionToolBody})
 
 
 class ReasoningBody(BodyPart):
-    """reasoning. There are no summaries; auto is accepted and gives none."""
+    """reasoning. There are no summaries; auto is accepted and gives none. No thoughts of earlier
+    turns are kept, whatever the context."""
 
     effort: str | None = Field(None, max_length=64)
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponsesBody(GenerationBody):
@@ -333,8 +339,8 @@ class Responses(ChatFace[ResponsesBody]):
     async def whole(self, order: Order, submission: Submission) -> ResponseAnswer:
         deltas = await submission.rest()
         writer = self.writer(order, submission)
-        writer.take(joined(deltas[0, 0]))
-        writer.finish()
+        for _ in itertools.chain(writer.take(joined(deltas[0, 0])), writer.finish()):
+            pass
         return writer.answer
 
     def writer(self, order: Order, submission: Submission) -> ResponseWriter:
@@ -356,7 +362,7 @@ class ResponseWriter(StreamWriter):
     def written(self, arrived: list[tuple[int, Delta]]) -> bytes:
         kinds = () if self._num_events else ("response.created", "response.in_progress")
         written = [_written(self._event(kind, response=self.answer)) for kind in kinds]
-        for _, delta in arrived:  # written before the next one changes the answer
+        for _, delta in arrived:
             written += map(_written, self.take(delta))
         return b"".join(written)
 
@@ -364,29 +370,28 @@ class ResponseWriter(StreamWriter):
         return b"".join(map(_written, self.finish()))
 
     def error(self, error: TailorError) -> bytes:
-        self._num_events += 1
         return _written(
             ErrorEvent(
-                sequence_number=self._num_events - 1,
+                sequence_number=self._num_events,
                 code=error.code,
                 message=error.message,
                 param=error.param,
             )
         )
 
-    def take(self, delta: Delta) -> list[ResponseEvent]:
-        """Add one Delta."""
-        events: list[ResponseEvent] = []
-        for event in self._choice.take(delta).events:
-            events += self._add(event)
-        return events
+    # Events hold the items as they are: each is written before the next one changes the answer.
 
-    def finish(self) -> list[ResponseEvent]:
+    def take(self, delta: Delta) -> Iterator[ResponseEvent]:
+        """Add one Delta."""
+        for event in self._choice.take(delta).events:
+            yield from self._add(event)
+
+    def finish(self) -> Iterator[ResponseEvent]:
         """End the last item and the response, and keep what it says."""
         reason = self._choice.finish_reason
         was_cut = reason == "length"
         lacks = self._order.generation.forces_call and reason != "tool_calls"
-        events = self._close(was_cut=was_cut or lacks)
+        yield from self._close(was_cut=was_cut or lacks)
         answer = self.answer
         answer.status = "incomplete" if was_cut else "completed"
         answer.incomplete_details = IncompleteDetails() if was_cut else None
@@ -395,68 +400,65 @@ class ResponseWriter(StreamWriter):
         if self._order.body.store is not False:
             for item in answer.output:
                 self._kept.keep(self._order.target.tenant, item)
-        return [*events, self._event(f"response.{answer.status}", response=answer)]
+        yield self._event(f"response.{answer.status}", response=answer)
 
-    def _add(self, event: ToolEvent) -> list[ResponseEvent]:
+    def _add(self, event: ToolEvent) -> Iterator[ResponseEvent]:
         """A piece of text, the start of a call or more of its arguments."""
         if isinstance(event, CallStart):
-            item = CallItem(
-                id=f"fc_{secrets.token_hex(12)}",
-                call_id=event.call_id,
-                name=event.name,
-                arguments="",
-                status="in_progress",
+            yield from self._close(was_cut=False)
+            yield self._open(
+                CallItem(
+                    id=f"fc_{secrets.token_hex(12)}",
+                    call_id=event.call_id,
+                    name=event.name,
+                    arguments="",
+                    status="in_progress",
+                )
             )
-            return [*self._close(was_cut=False), self._open(item)]
+            return
         last = self.answer.output[-1] if self.answer.output else None
         if isinstance(event, ArgumentsPiece):
             assert isinstance(last, CallItem)
             last.arguments += event.text
             kind = "response.function_call_arguments.delta"
-            return [self._event(kind, **self._at(last), delta=event.text)]
-        events: list[ResponseEvent] = []
+            yield self._event(kind, **self._at(last), delta=event.text)
+            return
         if not isinstance(last, MessageItem) or last.status != "in_progress":
-            events = self._close(was_cut=False)
+            yield from self._close(was_cut=False)
             last = MessageItem(id=f"msg_{secrets.token_hex(12)}", status="in_progress", content=[])
-            events.append(self._open(last))
+            yield self._open(last)
             last.content.append(TextPart(text=""))
             kind = "response.content_part.added"
-            events.append(self._event(kind, **self._at(last, 0), part=last.content[0]))
+            yield self._event(kind, **self._at(last), part=last.content[0])
         last.content[0].text += event
         kind = "response.output_text.delta"
-        return [*events, self._event(kind, **self._at(last, 0), delta=event, logprobs=[])]
+        yield self._event(kind, **self._at(last), delta=event, logprobs=[])
 
     def _open(self, item: OutputItem) -> ResponseEvent:
         self.answer.output.append(item)
         index = len(self.answer.output) - 1
         return self._event("response.output_item.added", output_index=index, item=item)
 
-    def _close(self, *, was_cut: bool) -> list[ResponseEvent]:
+    def _close(self, *, was_cut: bool) -> Iterator[ResponseEvent]:
         """End the last item, if it is open."""
         output = self.answer.output
         if not output or output[-1].status != "in_progress":
-            return []
+            return
         item = output[-1]
         item.status = "incomplete" if was_cut else "completed"
         if isinstance(item, CallItem):
             kind = "response.function_call_arguments.done"
-            done = [self._event(kind, **self._at(item), arguments=item.arguments, name=item.name)]
+            yield self._event(kind, **self._at(item), arguments=item.arguments, name=item.name)
         else:
             [part] = item.content
-            at = self._at(item, 0)
-            kind = "response.output_text.done"
-            done = [
-                self._event(kind, **at, text=part.text, logprobs=[]),
-                self._event("response.content_part.done", **at, part=part),
-            ]
-        index = len(output) - 1
-        return [*done, self._event("response.output_item.done", output_index=index, item=item)]
+            at = self._at(item)
+            yield self._event("response.output_text.done", **at, text=part.text, logprobs=[])
+            yield self._event("response.content_part.done", **at, part=part)
+        yield self._event("response.output_item.done", output_index=len(output) - 1, item=item)
 
-    def _at(self, item: OutputItem, content_index: int | None = None) -> dict[str, Any]:
-        at: dict[str, Any] = {"item_id": item.id, "output_index": len(self.answer.output) - 1}
-        if content_index is not None:
-            at["content_index"] = content_index
-        return at
+    def _at(self, item: OutputItem) -> dict[str, Any]:
+        at = {"item_id": item.id, "output_index": len(self.answer.output) - 1}
+        return at if isinstance(item, CallItem) else {**at, "content_index": 0}
 
     def _event(self, kind: str, **members: Any) -> ResponseEvent:
         self._num_events += 1
@@ -485,8 +487,8 @@ def _begun(order: Order) -> ResponseAnswer:
         temperature=request.sampling.temperature,
         text=TextSettings(format=form),
         tool_choice=body.tool_choice or "auto",
-        tools=[tool.model_dump() for tool in body.tools or ()],
-        top_p=request.sampling.top_p,
+        tools=[tool.model_dump(by_alias=True) for tool in body.tools or ()],
+        top_p=request.sampling.top_p if body.top_p is None else body.top_p,
         user=body.user,
         metadata=body.metadata or {},
     )
