@@ -100,7 +100,7 @@ def test_a_cut_answer_is_incomplete(server: LiveServer, engine: ScriptedEngine) 
 
 def test_events_of_a_text(server: LiveServer) -> None:
     with server.openai().responses.stream(model="hermes", input="x") as stream:
-        events = list(stream)
+        events: list[Any] = list(stream)
         final = stream.get_final_response()
     kinds = [event.type for event in events]
     assert kinds[:4] == [
@@ -146,7 +146,7 @@ def test_a_tool_is_called_and_answered(server: LiveServer, engine: ScriptedEngin
 def test_events_of_a_call(server: LiveServer, engine: ScriptedEngine, per_step: int) -> None:
     engine.script = says(f"So:\n{CALL}", per_step=per_step)
     with server.openai().responses.stream(model="hermes", input="x", tools=[TOOL]) as stream:
-        events = list(stream)
+        events: list[Any] = list(stream)
         final = stream.get_final_response()
     text, call = final.output
     assert text.type == "message" and call.type == "function_call"

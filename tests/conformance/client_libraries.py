@@ -36,7 +36,7 @@ LIBRARIES = {
     "llm": ["llm"],
 }
 """What each program needs from the package index."""
-NODE_PACKAGES = ["openai@7.57.0", "zod@4.6.7"]
+NODE_PACKAGES = ["openai@7.59.0", "zod@4.6.7"]
 
 
 def run_node(folder: Path, base_url: str, model: str) -> int:

@@ -1,7 +1,7 @@
 // OpenAI's client for Node: completions, chat, streams, tools, a zod schema, errors, leaving early.
 
 import OpenAI, { BadRequestError, NotFoundError } from "openai";
-import { zodResponseFormat } from "openai/helpers/zod";
+import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 import assert from "node:assert/strict";
 
@@ -104,12 +104,22 @@ await check("responses, two turns and a stream", async () => {
   assert(["response.completed", "response.incomplete"].includes(kinds.at(-1)));
 });
 
-await check("chat parse with zod", async () => {
-  const City = z.object({ size: z.enum(["small", "large"]), coast: z.boolean() });
-  const answer = await client.chat.completions.parse({
-    model, messages: says, response_format: zodResponseFormat(City, "city"), max_completion_tokens: 60, temperature: 0,
-  });
-  assert(["small", "large"].includes(answer.choices[0].message.parsed.size));
+const City = z.object({ size: z.enum(["small", "large"]), coast: z.boolean() });
+
+await check("chat parse with zod, its own message sent back", async () => {
+  const asked = { model, response_format: zodResponseFormat(City, "city"), max_completion_tokens: 60, temperature: 0 };
+  const { message } = (await client.chat.completions.parse({ ...asked, messages: says })).choices[0];
+  assert(["small", "large"].includes(message.parsed.size));
+  const again = await client.chat.completions.parse({ ...asked, messages: [...says, message, ...says] });
+  assert(["small", "large"].includes(again.choices[0].message.parsed.size));
+});
+
+await check("responses stream helper with zod, its own items sent back", async () => {
+  const asked = { model, text: { format: zodTextFormat(City, "city") }, max_output_tokens: 60, temperature: 0 };
+  const first = await client.responses.stream({ ...asked, input: says }).finalResponse();
+  assert(["small", "large"].includes(first.output_parsed.size));
+  const again = await client.responses.parse({ ...asked, input: [...says, ...first.output, ...says] });
+  assert(["small", "large"].includes(again.output_parsed.size));
 });
 
 await check("errors have their classes", async () => {
