@@ -138,10 +138,11 @@ def _structured(body: GenerationBody, given: StructuredOutputsBody, rules: Schem
     values = (given.json_value, given.regex, given.choice, given.grammar, given.json_object or None)
     named = [name for name, value in zip(_FORMS, values, strict=True) if value is not None]
     if len(named) != 1:
+        is_alone = not named and given.whitespace_pattern is not None
         raise InvalidRequestError(
             f"give exactly one of {', '.join(_FORMS)}; got "
             f"{', '.join(map(called, named)) or 'none'}.",
-            at="structured_outputs",
+            at=called("whitespace_pattern") if is_alone else "structured_outputs",
         )
     at = called(named[0])
     if named[0] in ("json", "json_object"):

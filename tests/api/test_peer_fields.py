@@ -142,6 +142,7 @@ def test_what_others_call_otherwise_is_honoured(
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "invalid_value"),
         ({"regex": "("}, "regex", "invalid_value"),
         ({"regex": 3}, "regex", "invalid_value"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "invalid_value"),
         ({"regex": "a", "structured_outputs": {"choice": ["a"]}}, "structured_outputs",
          "invalid_value"),
         ({"regex": "a", "structured_outputs": "b"}, "structured_outputs", "invalid_value"),

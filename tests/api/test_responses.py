@@ -196,7 +196,7 @@ NEUTRAL: list[dict[str, Any]] = [
     {"stream_options": {"include_obfuscation": False}}, {"stream_options": {}},
     {"parallel_tool_calls": True}, {"user": "u"}, {"service_tier": "auto"}, {"conversation": None},
     {"reasoning": {"mode": "standard", "context": "all_turns"}},
-    {"prompt_cache_retention": "in_memory"},
+    {"prompt_cache_retention": "in_memory"}, {"context_management": []},
     {"tools": [{**TOOL, "async": False, "defer_loading": False, "allowed_callers": ["direct"]}]},
 ]  # fmt: skip
 

@@ -92,15 +92,12 @@ _TOOL_CHOICE = {
 }
 
 
-_PARSED = "of OpenAI's helpers, which send it back; changes nothing"
-
-
 class CalledFunctionBody(BodyPart):
     """Name and arguments (JSON text) of a call that was made."""
 
     name: str = Field(pattern=FUNCTION_NAME)
     arguments: str
-    parsed_arguments: Any = Field(None, description=_PARSED)
+    parsed_arguments: Any = Field(None, description="of OpenAI's helpers; changes nothing")
 
 
 class ToolCallBody(BodyPart):
@@ -134,7 +131,7 @@ class MessageBody(BodyPart):
     function_call: Any = None
     id: str | None = Field(None, max_length=256, description="changes nothing")
     cache_control: Any = Field(None, description="of other vendors' prompt caches; changes nothing")
-    parsed: Any = Field(None, description=_PARSED)
+    parsed: Any = Field(None, description="of OpenAI's helpers; changes nothing")
 
     @model_validator(mode="before")
     @classmethod

@@ -100,6 +100,7 @@ class ResponsesBody(GenerationBody):
         "max_tool_calls": ((), "no tools run here; the client calls them"),
         "top_logprobs": ((0,), "use /v1/chat/completions"),
         "truncation": (("disabled",), "conversations are never cut"),
+        "context_management": (([],), "conversations are never cut"),
         "response_format": ((), "use text.format"),
         "n": ((1,), _ONE),
         "prompt_logprobs": ((), _ONE),
