@@ -441,6 +441,23 @@ def test_streamed_calls_are_the_deltas_openai_sends(
         assert sum("tool_calls" in delta for delta in deltas) > 6
 
 
+def test_the_first_of_several_choices_begins_first(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    """OpenAI's client takes no other one before it, though the start of a call is held back."""
+    engine.script = lambda request: together(
+        [
+            steps_of(request, [*encode(text), EOS], finish_reason="stop", choice_id=k)
+            for k, text in enumerate((CALL, "Hello."))
+        ]
+    )
+    asked: Any = {"messages": MESSAGES, "tools": [weather(strict=True)], "n": 2}
+    with server.openai().chat.completions.stream(model="chatml", **asked) as stream:
+        call, text = stream.get_final_completion().choices
+    assert call.message.tool_calls and call.message.content is None
+    assert text.message.content == "Hello."
+
+
 def test_one_call_at_a_time(server: LiveServer, engines: Engines) -> None:
     engines["hermes"].script = says(WRITTEN["hermes"])
     body = chat(server, model="hermes", tools=[weather()], parallel_tool_calls=False,

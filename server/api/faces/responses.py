@@ -363,7 +363,7 @@ class ResponseWriter(StreamWriter):
     def written(self, arrived: list[tuple[int, Delta]]) -> bytes:
         kinds = () if self._num_events else ("response.created", "response.in_progress")
         written = [_written(self._event(kind, response=self.answer)) for kind in kinds]
-        for _, delta in arrived:
+        for _, delta in arrived:  # each event is written before the next one changes its items
             written += map(_written, self.take(delta))
         return b"".join(written)
 
@@ -379,8 +379,6 @@ class ResponseWriter(StreamWriter):
                 param=error.param,
             )
         )
-
-    # Events hold the items as they are: each is written before the next one changes the answer.
 
     def take(self, delta: Delta) -> Iterator[ResponseEvent]:
         """Add one Delta."""
