@@ -441,21 +441,20 @@ def test_streamed_calls_are_the_deltas_openai_sends(
         assert sum("tool_calls" in delta for delta in deltas) > 6
 
 
-def test_the_first_of_several_choices_begins_first(
-    server: LiveServer, engine: ScriptedEngine
-) -> None:
-    """OpenAI's client takes no other one before it, though the start of a call is held back."""
+def test_choices_begin_in_their_order(server: LiveServer, engine: ScriptedEngine) -> None:
+    """OpenAI's client wants it, whichever has its first token first and if a call is held back."""
+    said = (CALL, "Hi.", "Hello.")
     engine.script = lambda request: together(
         [
-            steps_of(request, [*encode(text), EOS], finish_reason="stop", choice_id=k)
-            for k, text in enumerate((CALL, "Hello."))
+            steps_of(request, [*encode(said[k]), EOS], finish_reason="stop", choice_id=k)
+            for k in (2, 0, 1)
         ]
     )
-    asked: Any = {"messages": MESSAGES, "tools": [weather(strict=True)], "n": 2}
+    asked: Any = {"messages": MESSAGES, "tools": [weather(strict=True)], "n": 3}
     with server.openai().chat.completions.stream(model="chatml", **asked) as stream:
-        call, text = stream.get_final_completion().choices
+        call, *texts = stream.get_final_completion().choices
     assert call.message.tool_calls and call.message.content is None
-    assert text.message.content == "Hello."
+    assert [text.message.content for text in texts] == ["Hi.", "Hello."]
 
 
 def test_one_call_at_a_time(server: LiveServer, engines: Engines) -> None:

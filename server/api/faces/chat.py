@@ -539,17 +539,19 @@ class _Chunks(ChunkWriter[ChatChunk]):
         has_logprobs = logprobs is not None and bool(logprobs.content)
         if not deltas and (has_logprobs or has_ids or piece.sources or piece.rejected):
             deltas.append(MessageDelta(content=""))
-        # A message may begin with content or with a call: the role waits for the first of them, but
-        # not of several choices: OpenAI's client for Python takes none before the first.
-        is_open = order.generation.new_reader is not None and not deltas and not ended
+        # A message may begin with content or with a call: the role waits for the first of them.
+        waits = order.generation.new_reader is not None and not deltas and not ended
         chunks: list[bytes] = []
-        if choice.index not in self._begun and not (is_open and order.num_choices == 1):
-            self._begun.add(choice.index)
+        if choice.index not in self._begun and not waits:
+            # OpenAI's client for Python takes choices only if they begin in their order.
+            for index in sorted({*range(choice.index)} - self._begun):
+                role = MessageDelta(role="assistant", content=None, refusal=None)
+                chunks.append(self.chunk(ChatChunkChoice(index=index, delta=role)))
+            self._begun.update(range(choice.index + 1))
             if deltas and deltas[0].tool_calls is not UNSET:
                 deltas[0].role, deltas[0].content, deltas[0].refusal = "assistant", None, None
             else:
-                content = None if is_open else ""
-                role = MessageDelta(role="assistant", content=content, refusal=None)
+                role = MessageDelta(role="assistant", content="", refusal=None)
                 chunks.append(self.chunk(ChatChunkChoice(index=choice.index, delta=role)))
         self.num_sent += len(delta.token_ids)
         for i, part in enumerate(deltas):

@@ -75,8 +75,7 @@ _TOOL = Kinds.by("type", {"function": FunctionToolBody})
 
 
 class ReasoningBody(BodyPart):
-    """reasoning. There are no summaries; auto is accepted and gives none. No thoughts of earlier
-    turns are kept, whatever the context."""
+    """reasoning. There are no summaries; auto is accepted and gives none."""
 
     effort: str | None = Field(None, max_length=64)
     summary: Literal["auto"] | None = None
