@@ -346,10 +346,16 @@ class ExampleReader:
         rest = zip(texts, encoded[::2], encoded[1::2], strict=True)
         for i, example in enumerate(found):
             if example is None:
-                (rendered, *_), alone, whole = next(rest)
+                (rendered, before, both), alone, whole = next(rest)
                 prompt, output = _cut(alone.ids, whole.ids, self._eos)
                 if rendered is None:
                     rendered = [*(self._opening if alone.ids else ()), *prompt]
+                elif len(prompt) < len(alone.ids):
+                    # A template's end joins with the answer's blanks in one token, but its ids are
+                    # what is served: the answer follows as it does an id that joins with none.
+                    answer = self._end + both[len(before) :]
+                    ids = self._tokenizer.encode(answer, add_special_tokens=False).ids
+                    output = [*ids[len(self._end) > 0 :], self._eos]
                 found[i] = rendered, output
         return [example for example in found if example is not None]
 

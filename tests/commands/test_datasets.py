@@ -88,6 +88,11 @@ def test_a_chat_is_read_as_the_model_s_template_writes_it(tmp_path: Path) -> Non
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
     file = written(tmp_path, json.dumps({"messages": chat}) + "\n")
     assert read(file, render=render) == [([7, *ids("[q]")], [*ids("yes"), EOS])]
+    # "a t" ends in one token with what follows; what is served ends as the template does.
+    joined = written(tmp_path, json.dumps({"messages": [chat[0], {**chat[1], "content": "he"}]}))
+    assert ids("a the")[:2] != ids("a t")
+    found = read(joined, render=lambda _: ("a t", ids("a t")))
+    assert found == [(ids("a t"), [*ids("he"), EOS])]
     for messages, why in (
         (chat[:1], "the last one must be the assistant's"),
         (chat[1:], "nothing is asked"),
