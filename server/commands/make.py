@@ -233,7 +233,8 @@ def make(
     if plan:
         return 0
     try:
-        made.run()
+        with writing(made.output):
+            made.run()
     except KeyboardInterrupt:
         print("what is done is kept: start it again to go on", file=sys.stderr)
         raise
@@ -523,11 +524,15 @@ class _Make:
         base = BaseOptions(
             model=self.model.model, device=self.model.device, threads=self.model.threads
         )
-        with Bar() as bar:
-            result = train_adapter([self._train], adapter, own, base, self._read, self.recipe, bar)
+        figures = object_in(adapter / "training.json")  # an earlier start was stopped behind it
+        if not figures:
+            with Bar() as bar:
+                figures = asdict(
+                    train_adapter([self._train], adapter, own, base, self._read, self.recipe, bar)
+                )
         self._served = self._trained
         self._write_first()
-        return asdict(result)
+        return figures
 
     def _form(self) -> dict[str, Any]:
         """Whether the data's answers are likelier behind a chat than behind the plain prompt."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -104,9 +106,17 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.commands.tasks.compare_forms", lambda *_, **__: {})
 
 
+def _interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _full(_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_from_a_file_to_a_served_task(
     folder: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     output, work = tmp_path / "tasks" / "codes.yaml", tmp_path / "tasks" / "codes.make"
     words = ["tasks", "make", str(data), "--name", "codes", "-o", str(output), "--model",
@@ -129,8 +139,13 @@ def test_from_a_file_to_a_served_task(
 
     # Once there is an adapter, it is the adapter's, its corpus in the ids that this one writes.
     adapter = work / "adapter"
+    with monkeypatch.context() as stopped:
+        stopped.setattr("server.commands.make._Make._write_first", _interrupted)
+        assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 130
+    assert "Steps" in capsys.readouterr().err
     assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 0
-    assert "codes: analyze" not in capsys.readouterr().err, "that is done"
+    told = capsys.readouterr().err
+    assert "codes: analyze" not in told and "Steps" not in told, "that is done"
     assert f"# Serve: tailor serve --model {folder} --adapter {adapter}" in output.read_text()
     assert 0 < len(Enrichment.load(adapter / "enrichment.json")) <= 50
     private = (
@@ -256,8 +271,9 @@ def test_too_few_rows_for_tokens_are_said_with_the_number_wanted(
 
 
 def test_what_cannot_be_made_is_said(
-    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     short, output = tmp_path / "short.csv", tmp_path / "t.yaml"
     short.write_text("\n".join(data.read_text().splitlines()[:20]))
     same = tmp_path / "same.csv"
@@ -279,3 +295,6 @@ def test_what_cannot_be_made_is_said(
     assert main(["tasks", "make", str(data), *shared]) == 1
     assert "--force" in capsys.readouterr().err
     assert not (tmp_path / "t.make").exists()
+    monkeypatch.setattr("server.commands.make._Make._write_parts", _full)
+    assert main(["tasks", "make", str(data), *shared, "--force"]) == 1
+    assert f"tailor: {output}: No space left" in capsys.readouterr().err
