@@ -89,7 +89,8 @@ def tune(run: Tuning) -> dict[str, Any]:
         for i, (part, examples) in enumerate(material.parts.items()):
             progress("building corpora", i, len(material.parts))
             built, path = _corpus(run, examples), Path(scratch) / f"{i}.corpus"
-            built.save(path)
+            with writing(path):
+                built.save(path)
             material.corpora[part] = (path, built)
         progress("building corpora", len(material.parts), len(material.parts))
         pricing = Pricing(run.engine, run.head[1])
