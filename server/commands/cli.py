@@ -271,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
     words = _new_names(sys.argv[1:] if argv is None else argv)
     if words[:1] != ["serve"]:
+        if argv is None:  # what ends it, too, takes half-written files away
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         return _run(words)
     with _early_signals():
         return _run(_without_taken(words))

@@ -293,6 +293,19 @@ def test_help_imports_nothing_heavy() -> None:
     assert run_python("-c", code).splitlines()[-1].strip() == "heavy:"
 
 
+def test_a_supervisor_s_signal_leaves_no_scratch_files(tmp_path: Path) -> None:
+    code = """if True:
+        import os, signal, sys, tempfile
+        from server.commands import cli
+        def version():
+            with tempfile.TemporaryDirectory():
+                os.kill(os.getpid(), signal.SIGTERM)
+        cli.version, sys.argv = version, ["tailor", "version"]
+        print(cli.main())"""
+    assert run_python("-c", code, TMPDIR=str(tmp_path)) == "130\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_tasks_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks", "check", str(ROOT / "configs" / "tasks")]) == 0
     assert "extraction" in capsys.readouterr().out
