@@ -91,20 +91,29 @@ def open_text(
     return ModelText(folder, tokenizer, table, eos, reader, own)
 
 
+def as_body(asked: dict[str, Any]) -> dict[str, Any]:
+    """A turn as a request's body has it: without members of messages that /v1/chat/completions does
+    not know, nor NaN, by which pandas writes that a row lacks one."""
+    from server.api.faces.chat import MessageBody
+
+    if "messages" not in asked:
+        return asked
+    known = MessageBody.model_fields.keys()
+    told = [{k: m[k] for k in m if k in known and m[k] == m[k]} for m in asked["messages"]]
+    return {**asked, "messages": told}
+
+
 def chat_render(chat: Any) -> Render:
-    """What /v1/chat/completions makes of messages and tools: text and ids. Members of messages that
-    it does not know are left alone."""
+    """What /v1/chat/completions makes of messages and tools (`as_body`): text and ids."""
 
     def render(asked: dict[str, Any]) -> tuple[str, list[int]]:
         from server.api.bodies import validate
         from server.api.chats import messages_of
-        from server.api.faces.chat import ChatBody, MessageBody, chat_of
+        from server.api.faces.chat import ChatBody, chat_of
         from server.api.schemas import SchemaRules
         from server.api.tools import chosen_tools, tell_tools
 
-        known = MessageBody.model_fields.keys()
-        told = [{key: m[key] for key in m if key in known} for m in asked["messages"]]
-        body = chat_of(validate(ChatBody, {**asked, "messages": told}))
+        body = chat_of(validate(ChatBody, as_body(asked)))
         tools = chosen_tools(body.tools, None, SchemaRules(), parallel=True).shown
         messages = messages_of(body.turns, chat.source if tools is None else chat.tool_source)
         if not chat.has_tools:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from server.client.http import Caller, RefusedError
-from server.commands.data import FieldOptions
+from server.commands.data import FieldOptions, as_body
 from server.commands.options import Bar, CallOptions, as_options, bounded, writing
 from server.commands.quality import METRICS, Estimate, estimate, on_a_line
 from server.config import load_tasks
@@ -156,7 +156,7 @@ def _from_server(
         (
             line,
             "/completions" if "prompt" in turn.asked else "/chat/completions",
-            {"model": source.task, **fields, **turn.asked},
+            {"model": source.task, **fields, **as_body(turn.asked)},
         )
         for line, turn in turns.items()
     )

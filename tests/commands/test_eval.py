@@ -104,6 +104,7 @@ def test_recordings_are_matched_by_prompt(
 def url() -> Iterator[str]:
     def answer(_: int, body: Any) -> tuple[int, dict[str, str], Any]:
         text = "Rome" if "prompt" in body else None
+        assert text or body["messages"] == [{"role": "user", "content": "Where?"}]
         choice = (
             {"message": {"role": "assistant", "content": "Rome"}}
             if text is None
@@ -148,7 +149,9 @@ def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     table.write_text('question,answer\n"Where, then?",Rome\nAnd now?,Paris\n')
     words = ["--task", "t", "--url", url, "--prompt-field", "question", "--field", "answer"]
     assert _json(capsys, "--data", str(table), *words)["score"] == 0.5
-    turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Rome"}]
+    # As OpenAI's files of examples have it, and pandas.
+    turns = [{"role": "user", "content": "Where?", "weight": 0, "name": float("nan")},
+             {"role": "assistant", "content": "Rome", "weight": 1}]  # fmt: skip
     chat = write_lines(tmp_path / "chat.jsonl", [{"messages": turns}])
     assert _json(capsys, "--data", str(chat), "--task", "t", "--url", url)["score"] == 1.0
 
