@@ -29,7 +29,7 @@ from cyclopts import Parameter
 
 from drafters.atomic_file import replacing
 from drafters.json_text import object_in
-from server.commands.data import FieldOptions, chat_render, read_task_data
+from server.commands.data import FieldOptions, as_body, chat_render, open_text, read_task_data
 from server.commands.enrich import (
     BUDGETS,
     ROW_COST,
@@ -60,7 +60,7 @@ from server.commands.train import (
 )
 from server.commands.tune_data import RecordOptions, TaskFile
 from server.config import load_task
-from server.datasets import ExampleReader, Turn, answered_turn, check_file, rows
+from server.datasets import ExampleReader, Turn, answered_turn, check_file, open_table, rows
 from server.errors import ConfigError
 from server.types import SpeculationParams
 
@@ -80,7 +80,6 @@ _LONGEST = 1024  # ids of a prompt of these
 _CLEARLY = 0.95  # of the nats of plain prompts: a chat has fewer
 _SHORT, _LONG = 3, 40  # words of an answer
 _MULTIPLY_ADDS = 3  # of a token in training, a parameter: forward, backward to inputs, all else
-_LETTERS = 4  # of a token
 
 
 # --- what the data says ---------------------------------------------------------------------------
@@ -149,7 +148,8 @@ def read_turns(data: Path, given: FieldOptions) -> tuple[list[Turn], FieldOption
         where = f"{data}:{number}"
         if not turns:
             fields = find_fields(row, given)
-        turns.append(answered_turn(row, where, fields))
+        turn = answered_turn(row, where, fields)
+        turns.append(replace(turn, asked=as_body(turn.asked)))
     return turns, fields
 
 
@@ -290,6 +290,9 @@ class _Make:
         self._source = _digest([[asdict(turn) for turn in turns], found.joint, self.model.model])
         if "train" not in self._skip or self._proposal.chats:
             self._skip.add("form")
+        if self._figures("analyze") is None:  # a row that cannot be read is told before the work
+            for _ in open_text(self.model.model, found).reader.read([self.data]):
+                pass
         self._lack = ""  # why it has no tokens of its own
         self._heed(self._figures("analyze"))
         self._ask(self._figures("form"))
@@ -433,13 +436,13 @@ class _Make:
         from server.model.catalog import text_folder
         from server.model.families import text_values
 
-        raw = json.loads((text_folder(self.model.model) / "config.json").read_text("utf-8"))
-        values = text_values(raw)
+        folder = text_folder(self.model.model)
+        values = text_values(json.loads((folder / "config.json").read_text("utf-8")))
         hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
         inner = int(values.get("intermediate_size") or 4 * hidden)
         parameters = layers * hidden * (3 * inner + 3 * hidden) + hidden * int(values["vocab_size"])
         share = min(1.0, (self.recipe.max_examples or 1 << 40) / len(self._learned))
-        tokens = self._own_letters() / _LETTERS * share * self.recipe.epochs
+        tokens = self._own_ids(open_table(folder)[0]) * share * self.recipe.epochs
         if self.model.threads is not None:
             torch.set_num_threads(self.model.threads)
         dtype = torch.bfloat16 if has_bfloat16(self.model.device) else torch.float32
@@ -453,14 +456,16 @@ class _Make:
         limit = self.recipe.time_limit
         return min(seconds, float("inf") if limit is None else 60.0 * limit)
 
-    def _own_letters(self) -> int:
+    def _own_ids(self, tokenizer: Any) -> float:
         """Of what is learned from, without what all prompts begin with: that is computed once a
-        step."""
-        asked = [turn.asked.get("prompt") or json.dumps(turn.asked) for turn in self._learned]
+        step. Letters, by what those of some rows take: 4 of English an id, half a Chinese one."""
+        turns, some = self._learned, slice(0, _MOST_SCORED)
+        asked = [t.asked.get("prompt") or json.dumps(t.asked, ensure_ascii=False) for t in turns]
+        text = "\n".join([*asked[some], *(turn.gold or "" for turn in turns[some])])
         ends = min(asked), max(asked)  # the two that differ soonest
         shared = next((i for i, (a, b) in enumerate(zip(*ends, strict=False)) if a != b), 0)
-        answers = sum(len(turn.gold or "") for turn in self._learned)
-        return answers + sum(map(len, asked)) - shared * len(asked)
+        letters = sum(len(turn.gold or "") for turn in turns) + sum(map(len, asked))
+        return (letters - shared * len(asked)) * len(tokenizer.encode(text).ids) / len(text)
 
     # The steps.
 

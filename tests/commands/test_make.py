@@ -8,16 +8,19 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from drafters.corpus import Corpus
 from server.commands.cli import main
 from server.commands.data import FieldOptions
-from server.commands.make import find_fields, propose, split
+from server.commands.make import _Make, find_fields, propose, split
 from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
 from server.datasets import Turn
 from server.wiring.server import plan_server
+from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.installed import needs
 from vocab_store.enrichment import Enrichment
 
@@ -51,6 +54,15 @@ def test_the_data_says_what_counts_and_what_ends(
 def test_a_chat_ends_by_itself() -> None:
     found = propose([Turn({"messages": [{"role": "user", "content": "a"}]}, "b")], FIELDS)
     assert found.chats and found.stop == ()
+
+
+@pytest.mark.parametrize("text", ["the weather of today", "\u4eca\u5929\u7684\u5929\u6c14"])
+def test_the_price_of_a_training_counts_ids(text: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    turns = [Turn({"prompt": f"{i} {text}?"}, text) for i in range(100)]
+    found = _Make._own_ids(cast(_Make, SimpleNamespace(_learned=turns)), tokenizer)
+    ids = sum(len(tokenizer.encode(f"{i} {text}?{text}").ids) for i in range(100))
+    assert 0.7 < found / ids < 1.4
 
 
 def test_columns_with_usual_names_are_found() -> None:
@@ -280,8 +292,12 @@ def test_what_cannot_be_made_is_said(
     same.write_text("prompt,answer\n" + "".join(f"what?,{i}\n" for i in range(60)))
     nameless = tmp_path / "d.csv"
     nameless.write_text("question,reply\na,b\n")
+    chats, turn = tmp_path / "chats.jsonl", '{"role": "user", "content": "a"}, '
+    line = '{"messages": [' + turn + turn.replace("user", "assistant")[:-2] + "]}\n"
+    chats.write_text(line.replace('"a"', '"%d"', 1) * 60 % (*range(60),))
     shared = ["--name", "t", "-o", str(output), "--model", str(folder)]
     cases = [
+        ([str(chats), "--skip", "train"], "chats.jsonl:1: messages: the model has no chat templ"),
         ([str(short)], "19 rows; 50 are needed"),
         ([str(same)], "60 rows; 50 are needed, most of them with a prompt of their own"),
         ([str(nameless)], "d.csv:2: completion: is missing (there are: question, reply)"),
