@@ -137,6 +137,7 @@ def train_adapter(
     wait_asleep()
     import torch
 
+    from server.model.families import position_limit
     from server.training.examples import TrainExample, segmented, shared_prefix
     from server.training.loop import CHECKPOINT, TrainOptions
     from server.training.loop import train as run
@@ -175,10 +176,23 @@ def train_adapter(
     tuned = prepare(
         module, matrix_of, enrichment, shape, tokenizer=found.text.fingerprint, dtype=dtype
     )
+    most = position_limit(module.config)
+
+    def fits(example: TrainExample) -> bool:
+        return len(example) <= most or len(segmented(example, enrichment)) <= most
+
     examples, held_out = (
-        [TrainExample(tuple(prompt), tuple(output)) for prompt, output in part]
+        [
+            example
+            for prompt, output in part
+            if fits(example := TrainExample((*prompt,), (*output,)))
+        ]
         for part in (found.train, found.held_out)
     )
+    if num := len(found.train) + len(found.held_out) - len(examples) - len(held_out):
+        bar.say(f"{num} examples are longer than the model's {most} positions and are left out.")
+    if not examples:
+        raise ConfigError("there are no examples to train on")
     random.Random(recipe.seed).shuffle(examples)
     examples = examples[: recipe.max_examples]
     some = [segmented(example, enrichment) for example in examples[:500]]

@@ -153,11 +153,8 @@ def train(
     then. began: when the time limit begins, by the clock; None: now. base: names the model and its
     form.
 
-    Raises ConfigError for no examples, for a loss that is not finite, and for a checkpoint of
-    another run.
+    Raises ConfigError for a loss that is not finite, and for a checkpoint of another run.
     """
-    if not examples:
-        raise ConfigError("there are no examples to train on")
     run = _Run(tuned, examples, options, folder, base)
     state = run.state
     tuned.module.train()  # else nothing is computed again in backward

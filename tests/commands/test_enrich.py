@@ -129,15 +129,18 @@ def test_what_was_trained_outlives_a_disk_without_room_for_the_adapter(
     assert not (adapter / "checkpoint.pt").exists()
 
 
-def test_training_without_prompts_is_said(
+def test_training_without_prompts_or_rows_is_said(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [{"question": f"q {i}", "completion": "yes"} for i in range(20)]
+    lines.append({"question": "q" * 300, "completion": "y" * 300})
     data = str(write_lines(tmp_path / "d.jsonl", lines))
     words = ["tasks", "train", "--model", str(folder), "--data", data, "--epochs", "0.1"]
     for options, is_told in (((), True), (("--prompt-field", "question"), False)):
         assert main([*words, *options, "-o", str(tmp_path / f"a{is_told}")]) == 0
-        assert ("No row has a prompt (prompt)" in capsys.readouterr().err) == is_told
+        told = capsys.readouterr().err
+        assert ("No row has a prompt (prompt)" in told) == is_told
+        assert "1 examples are longer than the model's 256 positions and are left out" in told
 
 
 def test_what_cannot_be_done_is_said(
