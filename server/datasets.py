@@ -252,10 +252,12 @@ def answered_turn(row: dict[str, Any], where: str, fields: Fields) -> Turn:
 
 
 def ids_of(value: object, where: str, key: str, vocab_size: int = 1 << 31) -> list[int]:
-    """`value` as token ids. Raises ConfigError that names `where` and `key`."""
+    """`value` as token ids, one or more. Raises ConfigError that names `where` and `key`."""
     if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
         raise ConfigError(f"{where}: {key}: must be a list of token ids")
-    most = max(value, default=0)
+    if not value:
+        raise ConfigError(f"{where}: {key}: is empty")
+    most = max(value)
     if most >= vocab_size:
         raise ConfigError(f"{where}: {key}: {most} is not below {vocab_size}, the ids there are")
     return value
@@ -363,8 +365,8 @@ class ExampleReader:
         """The example of a row of ids; None for others."""
         if row.get("output_ids") is None:
             return None
-        size = self._vocab_size
-        prompt = ids_of(row.get("prompt_ids") or [], where, "prompt_ids", size)
+        size, given = self._vocab_size, row.get("prompt_ids") or []  # it may be unknown
+        prompt = ids_of(given, where, "prompt_ids", size) if given else []
         return prompt, ids_of(row["output_ids"], where, "output_ids", size)
 
     def _texts(self, row: dict[str, Any], where: str) -> tuple[list[int] | None, str, str]:

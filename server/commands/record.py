@@ -255,10 +255,7 @@ def prompt_of(number: int, entry: dict[str, Any], data: Path, prompt_field: str)
     line for a line that has neither."""
     where = f"{data}:{number}"
     if "prompt_ids" in entry:
-        ids = ids_of(entry["prompt_ids"], where, "prompt_ids")
-        if not ids:
-            raise ConfigError(f"{where}: prompt_ids: is empty")
-        return Prompt(number, None, tuple(ids))
+        return Prompt(number, None, tuple(ids_of(entry["prompt_ids"], where, "prompt_ids")))
     return Prompt(number, Fields(prompt_field=prompt_field).prompt_of(entry, where))
 
 

@@ -163,6 +163,7 @@ BAD: dict[str, list[tuple[str | bytes, str]]] = {
         (json.dumps({"prompt": "a " + "x" * 200_000, "completion": ""}), "a word of more than"),
         ('{"output_ids": [99999999]}', "1: output_ids: 99999999 is not below 500"),
         ('{"output_ids": [-1]}', "must be a list of token ids"),
+        ('{"output_ids": []}', "1: output_ids: is empty"),
         ('{"output_ids": [true]}', "must be a list of token ids"),
         ('\n{"prompt": "a"}', r"2: completion: is missing \(there are: prompt\); --field says"),
         ('{"prompt": "a", "completions": ""}', "did you mean --field completions"),
