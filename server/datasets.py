@@ -353,11 +353,11 @@ class ExampleReader:
                 if rendered is None:
                     rendered = [*(self._opening if alone.ids else ()), *prompt]
                 elif len(prompt) < len(alone.ids):
-                    # A template's end joins with the answer's blanks in one token, but its ids are
-                    # what is served: the answer follows as it does an id that joins with none.
-                    answer = self._end + both[len(before) :]
-                    ids = self._tokenizer.encode(answer, add_special_tokens=False).ids
-                    output = [*ids[len(self._end) > 0 :], self._eos]
+                    # The two join in one token, but the template's ids are served as they are: the
+                    # answer is cut as it is behind an id that joins with nothing.
+                    text = self._end + both[len(before) :]
+                    cut = self._tokenizer.encode(text, add_special_tokens=False)
+                    output = [*cut.ids[bool(self._end) :], self._eos]
                 found[i] = rendered, output
         return [example for example in found if example is not None]
 

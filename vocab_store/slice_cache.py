@@ -183,11 +183,6 @@ class SliceCacheIndex:
         return sum(int(ids.shape[0]) for ids in self._static.values())
 
     @property
-    def num_pinned_rows(self) -> int:
-        """Dynamic rows that some sequence holds."""
-        return len(self._num_users)
-
-    @property
     def num_cached_rows(self) -> int:
         """Dynamic rows resident, pinned or not."""
         return len(self._position)

@@ -20,26 +20,20 @@ from drafters.auto.views import NO_MARKS, NOTHING, Limits
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
+MIN_SURVIVAL = 0.01
+"""Nodes whose path is accepted more rarely than this are not proposed."""
+
 
 class SuffixDrafter:
     """Makes SuffixSessions.
 
-    min_survival: nodes whose path is accepted more rarely than this are not proposed.
     eos_token_ids: never proposed, because the bonus token brings an EOS without a draft.
     """
 
     name = "suffix"
     sources = SOURCES
 
-    def __init__(
-        self,
-        *,
-        min_survival: float = 0.01,
-        eos_token_ids: Sequence[int] = (),
-    ) -> None:
-        if not 0.0 <= min_survival < 1.0:
-            raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
-        self.min_survival = min_survival
+    def __init__(self, *, eos_token_ids: Sequence[int] = ()) -> None:
         self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
         self.trust = Trust()
         self.workspace = Workspace()
@@ -51,8 +45,8 @@ class SuffixDrafter:
 
 class SuffixSession(TextSession):
     """One Sequence's text, indexed. The prompt is indexed in open(): about 0.1 ms for 2,000 ids.
-    Nothing is learned across requests. Survival is the estimated chance; no node below min_survival
-    is in a tree."""
+    Nothing is learned across requests. Survival is the estimated chance; no node below
+    MIN_SURVIVAL is in a tree."""
 
     def __init__(self, drafter: SuffixDrafter, prompt_ids: Sequence[int]) -> None:
         super().__init__(prompt_ids)
@@ -67,5 +61,5 @@ class SuffixSession(TextSession):
             num_output=index.size - self.num_prompt,
             ends=drafter.eos_token_ids,
         )
-        limits = Limits(budget, max_depth, drafter.min_survival)
+        limits = Limits(budget, max_depth, MIN_SURVIVAL)
         return drafter.workspace.grow(limits, context, drafter.trust.fields)

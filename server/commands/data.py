@@ -96,11 +96,9 @@ def as_body(asked: dict[str, Any]) -> dict[str, Any]:
     not know, nor NaN, by which pandas writes that a row lacks one."""
     from server.api.faces.chat import MessageBody
 
-    if "messages" not in asked:
-        return asked
-    known = MessageBody.model_fields.keys()
-    told = [{k: m[k] for k in m if k in known and m[k] == m[k]} for m in asked["messages"]]
-    return {**asked, "messages": told}
+    known, messages = MessageBody.model_fields.keys(), asked.get("messages", ())
+    told = [{k: m[k] for k in m if k in known and m[k] == m[k]} for m in messages]
+    return {**asked, "messages": told} if told else asked
 
 
 def chat_render(chat: Any) -> Render:

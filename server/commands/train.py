@@ -177,16 +177,8 @@ def train_adapter(
         module, matrix_of, enrichment, shape, tokenizer=found.text.fingerprint, dtype=dtype
     )
     most = position_limit(module.config)
-
-    def fits(example: TrainExample) -> bool:
-        return len(example) <= most or len(segmented(example, enrichment)) <= most
-
     examples, held_out = (
-        [
-            example
-            for prompt, output in part
-            if fits(example := TrainExample((*prompt,), (*output,)))
-        ]
+        [e for p, o in part if len(e := TrainExample(tuple(p), tuple(o))) <= most]
         for part in (found.train, found.held_out)
     )
     if num := len(found.train) + len(found.held_out) - len(examples) - len(held_out):

@@ -157,7 +157,7 @@ class _Head(nn.Module):
     def __init__(self, embeddings: Tensor, ids: Tensor, shares: Tensor, state_scale: float) -> None:
         super().__init__()
         hidden = embeddings.shape[1]
-        self._embeddings, self._scale = embeddings, state_scale
+        self._embeddings, self.scale = embeddings, state_scale
         self._output_rows = torch.cat((embeddings[ids], torch.zeros(1, hidden)))
         self.project, self.recur = nn.Linear(hidden, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.read, self.write = (nn.Linear(hidden, WIDTH, bias=False) for _ in range(2))
@@ -167,17 +167,10 @@ class _Head(nn.Module):
         self.own = nn.Parameter(torch.zeros(ids.shape[0] + 1, WIDTH))
         self.bias = nn.Parameter((shares + 1e-5).log())
 
-    def begin(self, states: Tensor, ids: Tensor) -> Tensor:
-        """States behind ids that were drawn from the model's states."""
-        sums = self.project(states * self._scale) + self.read(self._embeddings[ids])
-        behind: Tensor = functional.softsign(sums)
-        return behind
-
-    def go_on(self, states: Tensor, ids: Tensor) -> Tensor:
-        """States behind further ids."""
-        sums = self.recur(states) + self.read(self._embeddings[ids])
-        behind: Tensor = functional.softsign(sums)
-        return behind
+    def behind(self, sums: Tensor, ids: Tensor) -> Tensor:
+        """States behind ids. sums: what the model's states, or own ones, give before them."""
+        states: Tensor = functional.softsign(sums + self.read(self._embeddings[ids]))
+        return states
 
     def outputs(self) -> Tensor:
         """What a state is multiplied by, the last row for all other ids."""
@@ -193,7 +186,7 @@ class _Head(nn.Module):
             output, output_scale = integers_of(
                 functional.pad(self.outputs(), (0, 0, 0, pad)).numpy()
             )
-            weights = (self.project.weight * self._scale).T.contiguous().numpy()
+            weights = (self.project.weight * self.scale).T.contiguous().numpy()
             return Prior(
                 np.concatenate((ids, np.full(1 + pad, -1, np.int32))),
                 weights,
@@ -268,12 +261,12 @@ def fit(
 def _loss(head: _Head, rows: Tensor, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """Cross-entropy with what the model held likely, the nearer the heavier. rows: of states."""
     states, inputs, outputs, wanted = data
-    own = head.begin(states[rows].float(), inputs[rows + 1])
+    own = head.behind(head.project(states[rows].float() * head.scale), inputs[rows + 1])
     matrix, loss = head.outputs().T, torch.zeros(())
     for depth in range(MOST_FOLLOWED):
         at = rows + 1 + depth
         if depth:
-            own = head.go_on(own, inputs[at])
+            own = head.behind(head.recur(own), inputs[at])
         told = functional.log_softmax(own @ matrix + head.bias, dim=1)
         chances = wanted[at]
         other = (1.0 - chances.sum(dim=1)).clamp(min=0.0)

@@ -177,13 +177,7 @@ class _Priced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        context_span: tuple[int, int] | None = None,
-        prediction_ids: Sequence[int] = (),
-    ) -> DraftSession:
+    def open(self, prompt_ids: Sequence[int], **_: Any) -> DraftSession:
         """The next recording's: its prompt and its plain path are priced."""
         recording = next(self._recordings)
         pricing, told, num = self._pricing, self.told, len(prompt_ids)
@@ -192,9 +186,7 @@ class _Priced:
         told.plain_s.append(prompt_s + steps * self._step_s(0, num + 0.5 * steps))
         told.seconds.append(0.0)
         told.prefill_s += prompt_s
-        self._session = self._drafter.open(
-            list(map(int, prompt_ids)), context_span=context_span, prediction_ids=prediction_ids
-        )
+        self._session = self._drafter.open(list(map(int, prompt_ids)))
         self._ids = np.array([*prompt_ids, *recording.output_ids], np.int32)
         self._length, self._told, self._prompt_s = num, num, prompt_s
         self._gain.leave(self._seat)

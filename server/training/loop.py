@@ -200,7 +200,6 @@ def train(
             saved = clock()
     if held_out:
         run.validate(held_out, is_last=True)
-        run.take_best()
     after = state.best_nats if held_out else math.nan
     return TrainResult(
         state.step, state.best_step if held_out else state.step, state.step < run.num_steps,
@@ -272,18 +271,17 @@ class _Run:
 
     def validate(self, held_out: Sequence[TrainExample], *, is_last: bool = False) -> float:
         """Nats an answer; what is trained is kept where they are the fewest so far, or hardly more
-        at the last step."""
+        at the last step, which goes back to what was kept. Raises ConfigError where no validation
+        gave a number."""
         nats, _ = evaluate_loss(self._tuned, held_out, self._options)
         if nats <= (1.0 + is_last * _RISEN) * self.state.best_nats:
             self.state.best_nats, self.state.best_step = nats, self.state.step
             self._best = {name: p.detach().clone() for name, p in self._tuned.trained()}
+        if is_last:
+            if not self._best:
+                raise ConfigError(_NOT_FINITE)
+            self._put(self._best)
         return nats
-
-    def take_best(self) -> None:
-        """Go back to what was kept. Raises ConfigError where no validation gave a number."""
-        if not self._best:
-            raise ConfigError(_NOT_FINITE)
-        self._put(self._best)
 
     def _put(self, tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

@@ -62,7 +62,6 @@ def test_options_are_bounded_and_fit_together() -> None:
         ("mix", {"n_max": 0}, "n_max must be in"),
         ("prompt", {"max_ngram": 0}, "max_ngram must be at least 1"),
         ("prompt", {"num_tokens": 0}, "num_tokens must be at least 1"),
-        ("suffix", {"min_survival": 2.0}, "min_survival must be in"),
         ("trie", {"n": 4, "prefix_length": 4}, "prefix_length must be below n"),
         ("trie", {"num_draft": 0}, "num_draft must be in"),
     ],
