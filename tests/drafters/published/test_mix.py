@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from drafters.corpus import build_corpus
 from drafters.published.mix import MixDrafter
 from tests.fakes.fake_drafters import check_tree
+from tests.profiles import examples
 
 # 1 2 -> 3 four times, 1 2 -> 4 once; 9 2 -> 5 six times. M_2 after 2: 5 x6, 3 x4, 4 x1.
 OUTPUTS = [[1, 2, 3]] * 4 + [[1, 2, 4]] + [[9, 2, 5]] * 6
@@ -75,3 +82,51 @@ def test_calibration_turns_outcomes_into_survival() -> None:
 def test_without_a_corpus_the_prompt_is_all_there_is() -> None:
     assert first(MixDrafter(), [5, 6, 7, 5]) == 6
     assert len(MixDrafter(mixing=1.0).open([5, 6, 5]).propose(4, 4)) == 0
+
+
+def chances(texts: Sequence[Sequence[int]], p_min: int, behind: list[int], n_max: int) -> Counter:
+    """p(x | behind) of the texts' M_n: of the longest context that was seen p_min times."""
+    for n in range(min(n_max, len(behind) + 1), 0, -1):
+        context = tuple(behind[len(behind) - n + 1 :])
+        grams = Counter(tuple(t[i : i + n]) for t in texts for i in range(len(t) - n + 1))
+        num = {g[-1]: c for g, c in grams.items() if g[:-1] == context and c >= p_min}
+        if num:
+            return Counter({token: c / sum(num.values()) for token, c in num.items()})
+    return Counter()
+
+
+ids = st.integers(0, 4)
+
+
+@settings(max_examples=examples(1500))
+@given(
+    outputs=st.lists(st.lists(ids, max_size=11), max_size=6),
+    text=st.lists(ids, min_size=1, max_size=14),
+    p_min=st.integers(1, 3),
+    n_max=st.integers(2, 5),
+    mixing=st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0]),
+)
+def test_each_token_is_the_likeliest_of_the_plain_mixture(
+    outputs: list[list[int]], text: list[int], p_min: int, n_max: int, mixing: float
+) -> None:
+    corpus = build_corpus([([], o) for o in outputs], fingerprint="", p_min=p_min)
+    drafter = MixDrafter(corpus=corpus, n_max=n_max, mixing=mixing)
+    behind = list(text)
+    for token in drafter.open(text).propose(6, 6).token_ids.tolist():
+        of_corpus = chances(outputs, p_min, behind, n_max) if mixing > 0 else Counter()
+        own = chances([text], 1, behind, n_max) if mixing < 1 else Counter()
+        if own == chances([text], 1, [], 1):  # no match: the most frequent token
+            most = max(Counter(text).values())
+            times = Counter[int]()
+            for first in text:  # of several the one that got there first
+                times[first] += 1
+                if times[first] == most:
+                    own = Counter({first: own[first]})
+                    break
+        share = (mixing if own else 1.0) if of_corpus else 0.0
+        mixed = {t: share * of_corpus[t] + (1 - share) * own[t] for t in {*of_corpus, *own}}
+        best = max(mixed.values())
+        assert token == min(t for t, p in mixed.items() if p > best - 1e-9)
+        behind.append(token)
+    has_any = mixing < 1 or chances(outputs, p_min, [], 1)
+    assert len(behind) == len(text) + (6 if has_any else 0)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drafters.published.trie import NGramTrie, TrieDrafter
 from tests.drafters.trees import paths
 from tests.fakes.fake_drafters import check_tree
+from tests.profiles import examples
 
 A, B, C, D, E = range(5)
 CONTEXT = [A, B, C, D, A, B, E]
@@ -32,6 +36,39 @@ def test_the_worked_trie() -> None:
     assert frequencies[(A, B, E)] == 1  # one span of the text, though two windows yield it
     assert frequencies[(A, B)] == 2  # from abcd, and from dabe (whose "abe" the window abe repeats)
     assert (A, B, C, D, A) not in frequencies
+
+
+ids = st.integers(0, 3)
+
+
+@settings(max_examples=examples(1500))
+@given(
+    context=st.lists(ids, max_size=24),
+    sizes=st.tuples(st.integers(2, 8), st.integers(1, 7)).filter(lambda s: s[1] < s[0]),
+    output=st.lists(ids, max_size=5),
+    limits=st.tuples(st.integers(1, 12), st.integers(1, 14), st.integers(1, 5)),
+)
+def test_the_trie_and_its_draft_are_those_of_the_plain_algorithm(
+    context: list[int], sizes: tuple[int, int], output: list[int], limits: tuple[int, int, int]
+) -> None:
+    (n, prefix_length), (num_draft, budget, depth) = sizes, limits
+    windows = [(at, min(at + n, len(context))) for at in range(len(context) - prefix_length + 1)]
+    spans = {(at + j, end) for at, end in windows for j in range(prefix_length) if at + j < end}
+    frequency = Counter(tuple(context[a:e]) for a, end in spans for e in range(a + 1, end + 1))
+    found = frequencies_of(NGramTrie(context, n, prefix_length))
+    assert {path: num for path, num in found.items() if path} == frequency
+    session = TrieDrafter(n=n, prefix_length=prefix_length, num_draft=num_draft).open(context)
+    session.extend(output)
+    want: list[tuple[int, int]] = []
+    for length in range(min(prefix_length, len(output)), 0, -1):
+        match = tuple(output[-length:])
+        below = [p for p in frequency if len(p) > length and p[:length] == match]
+        if below:  # frequency, then depth; of equal ones any
+            ranks = sorted((-frequency[p], len(p)) for p in below if len(p) <= length + depth)
+            want = ranks[: min(num_draft, budget)]
+            break
+    drafted = [(*match, *path) for path in paths(session.propose(budget, depth))]
+    assert sorted((-frequency[p], len(p)) for p in drafted) == want
 
 
 def test_the_worked_draft() -> None:
