@@ -84,15 +84,17 @@ def test_without_a_corpus_the_prompt_is_all_there_is() -> None:
     assert len(MixDrafter(mixing=1.0).open([5, 6, 5]).propose(4, 4)) == 0
 
 
-def chances(texts: Sequence[Sequence[int]], p_min: int, behind: list[int], n_max: int) -> Counter:
-    """p(x | behind) of the texts' M_n: of the longest context that was seen p_min times."""
-    for n in range(min(n_max, len(behind) + 1), 0, -1):
+def chances(
+    texts: Sequence[Sequence[int]], p_min: int, behind: list[int], n_max: int, least: int = 1
+) -> dict[int, float]:
+    """p(x | behind) of the texts' M_n, of the largest n from n_max to least that knows any x."""
+    for n in range(min(n_max, len(behind) + 1), least - 1, -1):
         context = tuple(behind[len(behind) - n + 1 :])
         grams = Counter(tuple(t[i : i + n]) for t in texts for i in range(len(t) - n + 1))
         num = {g[-1]: c for g, c in grams.items() if g[:-1] == context and c >= p_min}
         if num:
-            return Counter({token: c / sum(num.values()) for token, c in num.items()})
-    return Counter()
+            return {token: c / sum(num.values()) for token, c in num.items()}
+    return {}
 
 
 ids = st.integers(0, 4)
@@ -113,18 +115,16 @@ def test_each_token_is_the_likeliest_of_the_plain_mixture(
     drafter = MixDrafter(corpus=corpus, n_max=n_max, mixing=mixing)
     behind = list(text)
     for token in drafter.open(text).propose(6, 6).token_ids.tolist():
-        of_corpus = chances(outputs, p_min, behind, n_max) if mixing > 0 else Counter()
-        own = chances([text], 1, behind, n_max) if mixing < 1 else Counter()
-        if own == chances([text], 1, [], 1):  # no match: the most frequent token
-            most = max(Counter(text).values())
-            times = Counter[int]()
-            for first in text:  # of several the one that got there first
-                times[first] += 1
-                if times[first] == most:
-                    own = Counter({first: own[first]})
-                    break
+        of_corpus = chances(outputs, p_min, behind, n_max) if mixing > 0 else {}
+        own = chances([text], 1, behind, n_max, 2) if mixing < 1 else {}
+        if mixing < 1 and not own:  # the most frequent token; of several who got there first
+            before = [(text[: i + 1].count(t), -i, t) for i, t in enumerate(text)]
+            own = {max(before)[2]: max(before)[0] / len(text)}
         share = (mixing if own else 1.0) if of_corpus else 0.0
-        mixed = {t: share * of_corpus[t] + (1 - share) * own[t] for t in {*of_corpus, *own}}
+        mixed = {
+            t: share * of_corpus.get(t, 0.0) + (1 - share) * own.get(t, 0.0)
+            for t in {*of_corpus, *own}
+        }
         best = max(mixed.values())
         assert token == min(t for t, p in mixed.items() if p > best - 1e-9)
         behind.append(token)
