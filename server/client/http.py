@@ -168,7 +168,8 @@ class Caller:
         """Seconds before the next attempt: the server's, else doubling, with a random part."""
         if retry_after_s is not None and math.isfinite(retry_after_s):
             return min(MAX_WAIT_S, retry_after_s) + 0.1 * self._random.random() + 1e-6
-        return min(MAX_WAIT_S, FIRST_WAIT_S * 2.0**attempt) * (0.5 + 0.5 * self._random.random())
+        longest_s = FIRST_WAIT_S * 2.0 ** min(attempt, 64)  # whatever --retries allows
+        return min(MAX_WAIT_S, longest_s) * (0.5 + 0.5 * self._random.random())
 
 
 def call(

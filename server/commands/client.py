@@ -176,7 +176,7 @@ def stream(
 
 def list_adapters(*, call: CallOptions = _CALL) -> int:
     models = request(call.endpoint(), "GET", "/models", timeout_s=call.timeout)["data"]
-    found = [m for m in models if m["parent"] is not None and m["root"] != m["parent"]]
+    found = [m for m in models if m.get("parent") and m["root"] != m["parent"]]
     for model in found:
         print(f"{model['id']}\tof {model['parent']}\t{model['root']}")
     if not found:

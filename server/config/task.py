@@ -275,13 +275,16 @@ def load_tasks(
     The default task is added when the folder has none. Raises ConfigError with all problems of all
     files.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder")
-    files = sorted(
-        file
-        for file in folder.iterdir()
-        if file.suffix in (".yaml", ".yml") and not file.name.startswith(".")
-    )
+    try:
+        files = sorted(
+            file
+            for file in folder.iterdir()
+            if file.suffix in (".yaml", ".yml") and not file.name.startswith(".")
+        )
+    except OSError as error:
+        is_none = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        what = "no such folder" if is_none else error.strerror
+        raise ConfigError(f"{folder}: {what}") from None
     if len(files) > MAX_TASK_FILES:
         raise ConfigError(f"{folder}: more than {MAX_TASK_FILES} task files")
     tasks: dict[str, TaskConfig] = {}

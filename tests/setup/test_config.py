@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -335,8 +336,22 @@ def test_folder_problems_are_all_told(tmp_path: Path) -> None:
 
 def test_default_task_is_always_there(tmp_path: Path) -> None:
     assert list(load_tasks(tmp_path)) == [DEFAULT_TASK]
-    with pytest.raises(ConfigError, match="no such folder"):
-        load_tasks(tmp_path / "none")
+
+
+def test_a_folder_that_cannot_be_listed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for name in ("none", "file"):
+        with pytest.raises(ConfigError, match=f"{name}: no such folder"):
+            load_tasks(tmp_path / name)
+
+    def denies(_: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", denies)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: Permission denied$"):
+        load_tasks(tmp_path)
 
 
 def test_task_version_follows_its_settings(tmp_path: Path) -> None:
