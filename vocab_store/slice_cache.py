@@ -71,7 +71,7 @@ class SliceCacheIndex:
         self._static: dict[Hashable, Int32] = {}  # T by profile
         self._sequences: dict[Hashable, _Holder] = {}
         self._position: dict[_Row, int] = {}
-        self._num_users: dict[_Row, int] = {}
+        self.num_users: dict[_Row, int] = {}  # of pinned rows
         # Cached and unpinned, oldest release first.
         self._idle: OrderedDict[_Row, None] = OrderedDict()
         self._free = list(range(capacity))
@@ -140,7 +140,7 @@ class SliceCacheIndex:
         gone = {int(i) for i in token_ids}
         holder.ids = [i for i in holder.ids if i not in gone]
         for row in [(holder.scope, i) for i in gone]:
-            del self._num_users[row]
+            del self.num_users[row]
             heapq.heappush(self._free, self._position.pop(row))
         self.num_loads -= len(gone)
 
@@ -149,9 +149,9 @@ class SliceCacheIndex:
         holder = self._sequences.pop(sequence)
         for token_id in holder.ids:
             row = (holder.scope, token_id)
-            self._num_users[row] -= 1
-            if self._num_users[row] == 0:
-                del self._num_users[row]
+            self.num_users[row] -= 1
+            if self.num_users[row] == 0:
+                del self.num_users[row]
                 self._idle[row] = None
 
     def columns(self, sequence: Hashable) -> tuple[Int32, Int32, int]:
@@ -203,7 +203,7 @@ class SliceCacheIndex:
             if row in self._position:
                 self.num_hits += 1
                 self._idle.pop(row, None)
-                self._num_users[row] = self._num_users.get(row, 0) + 1
+                self.num_users[row] = self.num_users.get(row, 0) + 1
         positions: list[int] = []
         for row in missing:
             if not self._free:
@@ -212,7 +212,7 @@ class SliceCacheIndex:
                 self.num_evictions += 1
             place = heapq.heappop(self._free)
             self._position[row] = place
-            self._num_users[row] = 1
+            self.num_users[row] = 1
             positions.append(place)
         self.num_loads += len(missing)
         return Placement(

@@ -168,6 +168,18 @@ def split(turns: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
     return learned, held
 
 
+def num_own_ids(turns: Sequence[Turn], tokenizer: Any) -> float:
+    """Of what is learned from, without what all prompts begin with: that is computed once a step.
+    Letters, by what those of some rows take: 4 of English an id, half a Chinese one."""
+    some = slice(0, _MOST_SCORED)
+    asked = [t.asked.get("prompt") or json.dumps(t.asked, ensure_ascii=False) for t in turns]
+    text = "\n".join([*asked[some], *(turn.gold or "" for turn in turns[some])])
+    ends = min(asked), max(asked)  # the two that differ soonest
+    shared = next((i for i, (a, b) in enumerate(zip(*ends, strict=False)) if a != b), 0)
+    letters = sum(len(turn.gold or "") for turn in turns) + sum(map(len, asked))
+    return (letters - shared * len(asked)) * len(tokenizer.encode(text).ids) / len(text)
+
+
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -442,7 +454,7 @@ class _Make:
         inner = int(values.get("intermediate_size") or 4 * hidden)
         parameters = layers * hidden * (3 * inner + 3 * hidden) + hidden * int(values["vocab_size"])
         share = min(1.0, (self.recipe.max_examples or 1 << 40) / len(self._learned))
-        tokens = self._own_ids(open_table(folder)[0]) * share * self.recipe.epochs
+        tokens = num_own_ids(self._learned, open_table(folder)[0]) * share * self.recipe.epochs
         if self.model.threads is not None:
             torch.set_num_threads(self.model.threads)
         dtype = torch.bfloat16 if has_bfloat16(self.model.device) else torch.float32
@@ -455,17 +467,6 @@ class _Make:
         seconds = _MULTIPLY_ADDS * parameters * tokens * took / 512**3
         limit = self.recipe.time_limit
         return min(seconds, float("inf") if limit is None else 60.0 * limit)
-
-    def _own_ids(self, tokenizer: Any) -> float:
-        """Of what is learned from, without what all prompts begin with: that is computed once a
-        step. Letters, by what those of some rows take: 4 of English an id, half a Chinese one."""
-        turns, some = self._learned, slice(0, _MOST_SCORED)
-        asked = [t.asked.get("prompt") or json.dumps(t.asked, ensure_ascii=False) for t in turns]
-        text = "\n".join([*asked[some], *(turn.gold or "" for turn in turns[some])])
-        ends = min(asked), max(asked)  # the two that differ soonest
-        shared = next((i for i, (a, b) in enumerate(zip(*ends, strict=False)) if a != b), 0)
-        letters = sum(len(turn.gold or "") for turn in turns) + sum(map(len, asked))
-        return (letters - shared * len(asked)) * len(tokenizer.encode(text).ids) / len(text)
 
     # The steps.
 

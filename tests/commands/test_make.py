@@ -8,15 +8,13 @@ import json
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from drafters.corpus import Corpus
 from server.commands.cli import main
 from server.commands.data import FieldOptions
-from server.commands.make import _Make, find_fields, propose, split
+from server.commands.make import find_fields, num_own_ids, propose, split
 from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
 from server.datasets import Turn
 from server.wiring.server import plan_server
@@ -60,7 +58,7 @@ def test_a_chat_ends_by_itself() -> None:
 def test_the_price_of_a_training_counts_ids(text: str) -> None:
     tokenizer = byte_level_tokenizer()
     turns = [Turn({"prompt": f"{i} {text}?"}, text) for i in range(100)]
-    found = _Make._own_ids(cast(_Make, SimpleNamespace(_learned=turns)), tokenizer)
+    found = num_own_ids(turns, tokenizer)
     ids = sum(len(tokenizer.encode(f"{i} {text}?{text}").ids) for i in range(100))
     assert 0.7 < found / ids < 1.4
 

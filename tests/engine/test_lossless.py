@@ -107,7 +107,7 @@ def _run(
         return _rest_at_random(engine, rng) if rests else None
 
     engine, results = run_workload(work, prepare)
-    assert len(engine.slices.index._num_users) == 0, "a head row was never unpinned"
+    assert len(engine.slices.index.num_users) == 0, "a head row was never unpinned"
     asked = {r.request_id for _, r, _ in work.requests if r.report_sources}
     for (request_id, _), result in results.items():
         assert result.error_code in (None, "constraint_unsatisfiable")

@@ -101,7 +101,7 @@ def serve(
     )
     results = run_requests(engine, [(0, request) for request in requests])
     assert engine.recovery.num_failed_steps == 0 and engine.drafts.num_errors == 0
-    assert len(engine.slices.index._num_users) == 0, "a head row was never unpinned"
+    assert len(engine.slices.index.num_users) == 0, "a head row was never unpinned"
     for table in range(8):
         runner.drop_table(table)
     return results, engine

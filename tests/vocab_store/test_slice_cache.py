@@ -69,7 +69,7 @@ def test_static_rows_are_copied_once_per_profile_not_per_request() -> None:
         loads += placement.num_loads
     assert loads == 1, "row 20 is shared by all five"
     assert (index.num_loads, index.num_hits) == (4 + 1, 4)
-    assert index.num_static_rows == 4 and len(index._num_users) == 1
+    assert index.num_static_rows == 4 and len(index.num_users) == 1
 
 
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
@@ -84,7 +84,7 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
         index.acquire("s2", "a", static.union([12, 13]))
     with pytest.raises(SliceCapacityError):
         index.extend("s1", [12, 13])
-    assert (len(index._num_users), index.num_cached_rows) == (2, 3)
+    assert (len(index.num_users), index.num_cached_rows) == (2, 3)
     assert device.seen_by(index, "s1", "a") == [0, 1, 10, 11]
     assert index.acquire("s2", "a", static.union([12])).num_loads == 0
     with pytest.raises(KeyError):
@@ -100,7 +100,7 @@ def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     assert refused.load_ids.tolist() == [11, 12]
     index.take_back("s2", refused.load_ids)
     index.release("s2")
-    assert (len(index._num_users), index.num_cached_rows) == (1, 1)
+    assert (len(index.num_users), index.num_cached_rows) == (1, 1)
     again = index.acquire("s2", "a", static.union([11]))
     assert again.load_ids.tolist() == [11]
     device.do(again)
@@ -218,7 +218,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         pinned = self.pinned()
-        assert len(self.index._num_users) == len(pinned)
+        assert len(self.index.num_users) == len(pinned)
         assert self.index.num_cached_rows == len(pinned) + len(self.idle)
         assert self.index.num_cached_rows <= self.index.capacity
 

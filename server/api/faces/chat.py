@@ -544,8 +544,9 @@ class _Chunks(ChunkWriter[ChatChunk]):
         chunks: list[bytes] = []
         if choice.index not in self._begun and not waits:
             # OpenAI's client for Python takes choices only if they begin in their order.
+            blank = "" if order.generation.new_reader is None else None  # it may be a call
             for index in sorted({*range(choice.index)} - self._begun):
-                role = MessageDelta(role="assistant", content=None, refusal=None)
+                role = MessageDelta(role="assistant", content=blank, refusal=None)
                 chunks.append(self.chunk(ChatChunkChoice(index=index, delta=role)))
             self._begun.update(range(choice.index + 1))
             if deltas and deltas[0].tool_calls is not UNSET:
