@@ -270,5 +270,5 @@ class ScriptedHandle:
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float) -> None:
+        self.connection.close()  # which asks it to end
         self._thread.join(timeout_s)
-        self.connection.close()
