@@ -537,8 +537,9 @@ class Scheduler:
         next block will: `_reserve` copies that before anything is written into it."""
         if not self._reads_cache(sequence):
             return [], 0
-        # Who waits for blocks is looked for at every step.
-        of = sequence, sequence.num_tokens, self.pool.num_changes
+        # Who waits for blocks is looked for at every step. An order is one choice's; the choice
+        # itself would outlive its request here.
+        of = sequence.order, sequence.num_tokens, self.pool.num_changes
         if self._looked_for[0] != of:
             self._looked_for = of, self._look_for(sequence)
         hits, block, more = self._looked_for[1]
