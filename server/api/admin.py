@@ -575,8 +575,8 @@ class TaskRoutes:
         sizes = {name: self._corpus(task) for name, task in tasks.items()}
         metrics.corpus_sizes({n: 0 if size is None else size.tokens for n, size in sizes.items()})
         for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
-            model = self._catalog.models[task.model or self._catalog.default_model]
-            metrics.expect(task.name, task.speculation.drafter, model.name)
+            model = self._catalog.base_of(task).name
+            metrics.expect(task.name, task.speculation.drafter, model)
 
     async def _report(self, task: TaskConfig) -> _Report:
         """What the engines of a task's model know of it, summed. Engines that do not answer in

@@ -645,7 +645,7 @@ def _corpus_of(name: str, task: TaskConfig, drafter: str, catalog: Catalog) -> s
         raise InvalidRequestError(
             f"{echoed(name)} is not available; choose from {', '.join([*there, 'off'])}.", at=at
         )
-    if (other.model or catalog.default_model) != (task.model or catalog.default_model):
+    if catalog.base_of(other) is not catalog.base_of(task):
         raise InvalidRequestError(f"the corpus of {name} is for another model.", at=at)
     return other.speculation.corpus
 

@@ -171,10 +171,14 @@ class Catalog:
             param="model",
         )
 
+    def base_of(self, task: TaskConfig) -> ServedModel:
+        """The model that runs a task, whatever its adapter."""
+        return self.models[task.model or self.default_model]
+
     def model_of(self, task: TaskConfig) -> ServedModel:
         """The model that runs a task, with its adapter. Raises ModelNotFoundError for one that was
         unloaded."""
-        model = self.models[task.model or self.default_model]
+        model = self.base_of(task)
         if task.adapter is None:
             return model
         adapter = self.adapters.get(task.adapter)
