@@ -19,6 +19,7 @@ from server.config import SamplingDefaults, SpeculationConfig, TaskConfig
 from server.config.task import ContextMarks
 from server.errors import ContextLengthExceededError, InvalidRequestError, TailorError
 from server.types import Delta
+from tests.api.chat_models import served
 from tests.api.live import TABLE, encode
 from tests.api.orders import completion, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer
@@ -66,6 +67,20 @@ def test_the_engines_context_counts_when_it_is_smaller() -> None:
         completion(takes, prompt=[5] * 24, room=24)
     echoed = completion(takes, prompt=[5] * 24, room=24, max_tokens=0, echo=True)
     assert echoed.requests[0].sampling.max_tokens == 0
+
+
+@pytest.mark.parametrize(("model", "is_taken"), [(None, True), ("one", True), ("two", False)])
+def test_a_corpus_is_of_the_model_that_runs_the_task(model: str | None, is_taken: bool) -> None:
+    """Whether the task names it, or leaves it to the first one."""
+    other = TaskConfig(name="other", model=model, speculation=SpeculationConfig(corpus="o.corpus"))
+    own = TaskConfig(name="own", speculation=SpeculationConfig(allowed_corpora=("other",)))
+    takes = orders(other, own, models=[served("one"), served("two")])
+    asked: dict[str, Any] = {"model": "own", "speculation": {"corpus": "other"}}
+    if is_taken:
+        assert completion(takes, **asked).requests[0].speculation.corpus == "o.corpus"
+    else:
+        with pytest.raises(InvalidRequestError, match="the corpus of other is for another model"):
+            completion(takes, **asked)
 
 
 def test_where_a_task_holds_off_the_end_a_request_that_does_not_say_so_ends_where_it_must() -> None:
