@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import yaml
 
@@ -491,7 +492,7 @@ def _kept_files() -> Sequence[bytes]:
     from drafters.calibration import Calibration
     from server import token_bytes
     from server.engine.grammar_tokenizer import make_tables, save_tables
-    from server.fleet.learning.storage import Manifest
+    from server.fleet.learning.storage import MANIFEST, Manifest
     from tests.api.tiny_tokenizers import byte_level_tokenizer
     from vocab_store.profile import VocabProfile
     from vocab_store.slice import VocabSlice
@@ -510,7 +511,7 @@ def _kept_files() -> Sequence[bytes]:
         Calibration(("a", "b")).save(place / "calibration")
         Trust().save(place / "trust")
         profile.save(place / "profile")
-        (place / "manifest").write_bytes(manifest.encode())
+        (place / MANIFEST).write_bytes(msgspec.json.encode(manifest))
         found = [f.name.encode() + b"\0" + f.read_bytes() for f in sorted(place.iterdir())]
     return _read_once(found, _use_kept)
 
@@ -522,7 +523,7 @@ def _use_kept(data: bytes, folder: Path) -> None:
     from drafters.calibration import Calibration
     from server import token_bytes
     from server.engine.grammar_tokenizer import TextCutter, open_tables
-    from server.fleet.learning.storage import Manifest
+    from server.fleet.learning.storage import Storage, read_manifest
     from vocab_store.profile import VocabProfile
 
     kind, _, content = data.partition(b"\0")
@@ -547,7 +548,7 @@ def _use_kept(data: bytes, folder: Path) -> None:
         profile = VocabProfile.load(file)
         profile.filled(20)
     else:
-        Manifest.decode(content)
+        read_manifest(Storage(str(folder.parent)), folder.name)
 
 
 def _mutate_kept(chance: random.Random, data: bytes) -> bytes:

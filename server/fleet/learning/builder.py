@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from drafters.array_file import ArrayFileError
 from drafters.shared_counts import added, bounded
 from drafters.shared_outputs import SharedFile, SharedOutputs, merge
@@ -178,7 +180,7 @@ class Builder:
             num_merged=len(segments) + (0 if before is None else before.num_merged),
             marks=dict(kept_marks),
         )
-        storage.write(f"{scope}/{MANIFEST}", manifest.encode())
+        storage.write(f"{scope}/{MANIFEST}", msgspec.json.encode(manifest))
         return manifest
 
     def _sweep(

@@ -136,20 +136,6 @@ class Manifest(msgspec.Struct, frozen=True):
     num_merged: Count = 0
     marks: dict[str, tuple[int, int]] = {}
 
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> Manifest:
-        """Raises TornError."""
-        try:
-            return _decoder.decode(data)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise TornError(f"the manifest is damaged: {str(error)[:100]}") from None
-
-
-_decoder = msgspec.json.Decoder(Manifest)
-
 
 @dataclass(frozen=True, slots=True)
 class SegmentName:
@@ -214,9 +200,12 @@ def forget(storage: Storage, task: str) -> None:
 def read_manifest(storage: Storage, scope: str) -> Manifest | None:
     """What is published in a scope_folder; None for nothing. Raises StorageError, TornError."""
     try:
-        return Manifest.decode(storage.read(f"{scope}/{MANIFEST}", most=_MAX_MANIFEST))
+        data = storage.read(f"{scope}/{MANIFEST}", most=_MAX_MANIFEST)
+        return msgspec.json.decode(data, type=Manifest)
     except FileNotFoundError:
         return None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TornError(f"the manifest is damaged: {str(error)[:100]}") from None
 
 
 def read_hashed(storage: Storage, path: str) -> bytes:
