@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from drafters.json_text import parsed
+from drafters.json_text import object_in, parsed
 from server.errors import ConfigError, TailorError, nearest
 
 if TYPE_CHECKING:
@@ -415,10 +415,8 @@ def open_table(folder: Path) -> tuple[Any, TokenBytes, int]:
     table = token_bytes.build(tokenizer, text.get("vocab_size"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    generation = folder / "generation_config.json"
     eos = text.get("eos_token_id", config.get("eos_token_id"))
-    if generation.is_file():
-        eos = parsed(generation.read_text(encoding="utf-8")).get("eos_token_id", eos)
+    eos = object_in(folder / "generation_config.json").get("eos_token_id", eos)
     if isinstance(eos, list):
         eos = eos[0] if eos else None
     if not isinstance(eos, int):

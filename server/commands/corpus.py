@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import Bar, IdOptions, ModelOptions, OutputFile, bounded, writing
+from server.commands.options import (
+    Bar,
+    IdOptions,
+    ModelOptions,
+    OutputFile,
+    bounded,
+    refused,
+    writing,
+)
 from server.commands.own_engine import own_engine
 from server.commands.record import Failure, Prompt, ask_engine
 from server.datasets import open_table
@@ -66,7 +74,6 @@ def show(
     model: Annotated[str | None, Parameter(help="show n-grams as this model's text")] = None,
     top: Annotated[int, bounded("commonest n-grams (10)", gte=0)] = 10,
 ) -> int:
-    from drafters.array_file import ArrayFileError
     from drafters.corpus import Corpus
     from server.model.catalog import text_folder
     from vocab_store.entropy import measure
@@ -75,11 +82,8 @@ def show(
     if model is not None:
         tokenizer, table, _ = open_table(text_folder(model))
         fingerprint = table.fingerprint.hex()
-    try:
-        with writing(file):
-            corpus = Corpus.load(file, fingerprint=fingerprint)
-    except ArrayFileError as error:
-        raise ConfigError(str(error)) from None
+    with refused(), writing(file):
+        corpus = Corpus.load(file, fingerprint=fingerprint)
     pairs = measure(corpus.count_grams(2)[1].tolist())
     print(f"file        {file}, {file.stat().st_size / 1e6:.1f} MB")
     print(f"tokenizer   {corpus.fingerprint[:16]}")
@@ -183,7 +187,7 @@ def corpus_of(
 
     text = open_text(model, fields, adapter=adapter)
     spelled: Callable[[list[int]], list[int]] = list if text.own is None else text.own.segment
-    try:
+    with refused():
         corpus = build_calibrated(
             # One by one: as Python's lists a large corpus would take ten times its arrays' memory.
             ((spelled(prompt), spelled(ids)) for prompt, ids in text.reader.read(data)),
@@ -194,8 +198,6 @@ def corpus_of(
             # An adapter may write other ids.
             pieces=None if adapter else Pieces(text.table.offsets, text.table.blob),
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if not corpus.num_documents:
         raise ConfigError(f"{', '.join(map(str, data))}: no examples")
     return corpus

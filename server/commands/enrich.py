@@ -21,6 +21,7 @@ from server.commands.options import (
     OutputFile,
     as_options,
     bounded,
+    refused,
     writing,
 )
 from server.errors import ConfigError
@@ -53,7 +54,7 @@ def mine_tokens(
     table = data.text.table
     known = set(data.text.tokenizer.get_vocab(with_added_tokens=True).values())
     copied = () if mining.copies else may_copy([prompt for prompt, _ in data.train])
-    try:
+    with refused():
         return mine(
             (output for _, output in data.train),
             table.bytes_of,
@@ -66,8 +67,6 @@ def mine_tokens(
             prompts=(prompt for prompt, _ in data.train) if reads_prompts else None,
             progress=lambda done, total: bar("Tokens", done, total),
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def reading_pays(data: TaskData, enrichment: Enrichment) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from drafters.json_text import object_in
-from server.commands.options import Bar, ModelOptions, Threads, bounded, writing
+from server.commands.options import Bar, ModelOptions, Threads, bounded, refused, writing
 from server.errors import ConfigError, TailorError
 from server.model.cache_folder import MARKER, cache_dir, model_dirs, writing_to_cache
 
@@ -207,10 +207,8 @@ def prior(
             texts = list(read_texts(runner, parts, bar))
         file, fingerprint = prior_file(runner.info.fingerprint), runner.info.fingerprint
         num = sum(one.ids.shape[0] for one in texts)
-        try:
+        with refused():
             made = fit(texts, embeddings_of(runner), num_steps=steps, seed=seed, progress=bar)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         with writing_to_cache():
             made.save(file, fingerprint=model_fingerprint(fingerprint))
             for other in file.parent.glob(f"{file.name.partition('-')[0]}[.-]*"):

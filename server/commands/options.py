@@ -186,6 +186,15 @@ def writing(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """What a part that knows no ConfigError says is wrong, as one. Raises ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def sampling_of(options: SamplingOptions) -> SamplingParams:
     """SamplingParams of a command's options; greedy without a temperature. Raises ConfigError."""
     from server.types import SamplingParams

@@ -8,12 +8,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Group, Parameter, Token
+from cyclopts import Group, Parameter
 from pydantic import SecretStr
 
 from server.commands.options import DEFAULT_MODEL, WEIGHTS, Dtype, WeightsForm
@@ -52,12 +52,9 @@ _WHAT = Group("What", sort_key=2)
 _HOW = Group("How", sort_key=3)
 
 
-def _devices(_: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
-    return parse_device_list(tokens[0].value)
-
-
-def _memory(_: Any, tokens: Sequence[Token]) -> MemorySize:
-    return parse_memory(tokens[0].value)
+def _parsed(parse: Callable[[str], Any], **more: Any) -> Parameter:
+    """An option of one word that server.yaml's own function reads."""
+    return Parameter(converter=lambda _, tokens: parse(tokens[0].value), n_tokens=1, **more)
 
 
 def _key(section: type[Section], key: str, **more: Any) -> Parameter:
@@ -130,9 +127,8 @@ class EngineOptions:
 
     device: Annotated[
         tuple[str, ...] | None,
-        Parameter(
-            converter=_devices,
-            n_tokens=1,
+        _parsed(
+            parse_device_list,
             metavar="LIST",
             help="cpu, cuda or cuda:N; several with commas run one engine each (cpu)",
         ),
@@ -146,9 +142,8 @@ class EngineOptions:
     )
     kv_cache_memory: Annotated[
         MemorySize | None,
-        Parameter(
-            converter=_memory,
-            n_tokens=1,
+        _parsed(
+            parse_memory,
             accepts_keys=False,
             metavar="SIZE",
             help='a fraction of free memory ("0.4", "40%") or an amount ("2GiB")',

@@ -24,6 +24,7 @@ from server.commands.options import (
     WeightsForm,
     as_options,
     bounded,
+    refused,
     writing,
 )
 from server.commands.own_engine import device_problem
@@ -144,7 +145,6 @@ def train_adapter(
     from server.training.lora import LoraOptions, plan_memory, prepare, save
     from server.training.stored import open_base
     from vocab_store.enrichment import Enrichment
-    from vocab_store.errors import EnrichmentFileError
 
     if (problem := device_problem(base.device)) is not None:
         raise ConfigError(f"--device {base.device}: {problem}")
@@ -156,11 +156,8 @@ def train_adapter(
         )
     enrichment = None
     if enrichment_file is not None:
-        try:
-            with writing(enrichment_file):
-                enrichment = Enrichment.load(enrichment_file, tokenizer=found.text.fingerprint)
-        except EnrichmentFileError as error:
-            raise ConfigError(str(error)) from None
+        with refused(), writing(enrichment_file):
+            enrichment = Enrichment.load(enrichment_file, tokenizer=found.text.fingerprint)
     if base.threads is not None:
         torch.set_num_threads(base.threads)
     torch.manual_seed(recipe.seed)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import Parameter
 
-from server.commands.options import as_options, bounded, check_place
+from server.commands.options import as_options, bounded, check_place, refused
 from server.commands.quality import estimate, exact, f1, on_a_line, repetition
 from server.commands.record import (
     Answer,
@@ -163,10 +163,8 @@ class TaskFile:
         # An interrupted run goes on with its own file; `tune` looks whether it is this one.
         if not kept_file(self.place).exists():
             refuse_to_replace(self.place, self.force)
-        try:
+        with refused():
             check_place(self.place)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         try:
             TaskConfig(name=self.name, description=self.description)
         except ValueError:
