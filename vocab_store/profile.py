@@ -460,20 +460,23 @@ def report_of(manifest: dict[str, Any]) -> ProfileReport:
         raise ProfileFileError("the manifest holds no report") from error
 
 
+def eos_ids(values: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
+    """Every id that ends a text, ascending: of each "eos_token_id" (an id, several or None)."""
+    ids = (i for value in values for i in (value if isinstance(value, list | tuple) else (value,)))
+    return tuple(sorted({i for i in ids if type(i) is int and 0 <= i < vocab_size}))
+
+
 def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:
-    """(vocabulary size, hidden size, EOS ids of the generation config, else of the config).
+    """(vocabulary size, hidden size, EOS ids of the config and the generation config together).
 
     Raises VocabStoreError when the folder's JSON files lack one.
     """
     root = Path(folder)
     config = object_in(root / "config.json")
-    generation = object_in(root / "generation_config.json")
     text = config.get("text_config") or config
-    eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
-    if eos is None or "vocab_size" not in text or "hidden_size" not in text:
+    generation = object_in(root / "generation_config.json")
+    vocab_size = int(text.get("vocab_size", 0))
+    eos = eos_ids((told.get("eos_token_id") for told in (config, text, generation)), vocab_size)
+    if not eos or "hidden_size" not in text:
         raise VocabStoreError(f"{root}: config.json lacks vocab_size, hidden_size or eos_token_id")
-    return (
-        int(text["vocab_size"]),
-        int(text["hidden_size"]),
-        tuple(int(i) for i in (eos if isinstance(eos, list) else [eos])),
-    )
+    return vocab_size, int(text["hidden_size"]), eos

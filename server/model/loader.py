@@ -40,6 +40,7 @@ from server.model.nf4 import PARTS, STATE, Nf4, read_nf4
 from server.model.shape import ModelShape, rope_tables, shape_of
 from server.model.supported import check_raw, check_supported
 from vocab_store.enrichment import Enrichment
+from vocab_store.profile import eos_ids
 
 if TYPE_CHECKING:
     import torch
@@ -505,14 +506,9 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 def eos_token_ids(path: Path, sources: list[Any], vocab_size: int) -> tuple[int, ...]:
     """Every id that ends a text, ascending: of the sources and of generation_config.json."""
-    ids: set[int] = set()
     if (path / "generation_config.json").is_file():
         sources = [*sources, read_json(path / "generation_config.json").get("eos_token_id")]
-    for value in sources:
-        for token_id in value if isinstance(value, (list, tuple)) else (value,):
-            if type(token_id) is int and 0 <= token_id < vocab_size:
-                ids.add(token_id)
-    return tuple(sorted(ids))
+    return eos_ids(sources, vocab_size)
 
 
 def fingerprint_of(

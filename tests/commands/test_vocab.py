@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file
 
 from server import token_bytes
 from server.commands.cli import main
+from server.model.loader import eos_token_ids
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.commands.conftest import VOCAB_ROWS
 from tests.json_lines import write_lines
@@ -100,3 +102,13 @@ def test_errors_name_the_file(
     (weightless / "config.json").write_text("{}")
     with pytest.raises(VocabStoreError, match="lacks vocab_size"):
         model_facts(weightless)
+
+
+def test_a_profile_requires_each_id_that_ends_a_text(tmp_path: Path) -> None:
+    """As the engine does, which refuses a vocabulary without one: of both files, both places."""
+    text = {"vocab_size": 10, "hidden_size": 4, "eos_token_id": 7}
+    config = {"text_config": text, "eos_token_id": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 5, 10]}')
+    assert model_facts(tmp_path) == (10, 4, (5, 6, 7))
+    assert eos_token_ids(tmp_path, [5, 7], 10) == (5, 6, 7)
