@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from server.api.admin import AdapterAdmin, AdapterChange, Publish, TaskAdmin
@@ -175,7 +176,7 @@ class SharedTasks:
     async def reload(self) -> Mapping[str, TaskConfig]:
         async with self._turn():
             tasks = await self._own.reload()
-            await self._publish(self._changes.after("tasks"))
+            await self._publish("tasks")
         return tasks
 
     async def upload(
@@ -183,7 +184,7 @@ class SharedTasks:
     ) -> Mapping[str, TaskConfig]:
         async with self._turn():
             tasks = await self._own.upload(task, examples, append=append)
-            await self._publish(self._changes.after("corpus", task))
+            await self._publish("corpus", task)
         return tasks
 
     async def delete(self, task: str) -> Mapping[str, TaskConfig]:
@@ -191,16 +192,13 @@ class SharedTasks:
             if self._forget is not None:
                 await asyncio.to_thread(self._forget, task)
             tasks = await self._own.delete(task)
-            await self._publish(self._changes.after("corpus", task))
+            await self._publish("corpus", task)
         return tasks
 
     @contextlib.asynccontextmanager
     async def adapter_turn(self) -> AsyncIterator[Publish]:
-        async def publish(name: str, change: AdapterChange | None) -> None:
-            await self._publish(self._changes.after("adapter", name, change))
-
         async with self._turn():
-            yield publish
+            yield partial(self._publish, "adapter")
 
     # -- the fleet ---------------------------------------------------------------------------
 
@@ -227,8 +225,7 @@ class SharedTasks:
             wait = asyncio.timeout(_TURN_S)
             try:
                 async with wait:
-                    while (before := await self._begin()) is None:
-                        await asyncio.sleep(_AGAIN_S)
+                    before = await self._begin()
             except Exception:
                 await self._end()  # it may have been given when nobody waited for it any more
                 problem = "The fleet's desk does not answer"
@@ -247,10 +244,15 @@ class SharedTasks:
             async with asyncio.timeout(_ANSWER_S):
                 await self._desk.end(self._id)
 
-    async def _begin(self) -> Changes | None:
-        """ChangeLog.begin of a desk that answers: a call waits for one that is away."""
-        async with asyncio.timeout(_ANSWER_S):
-            return await self._desk.begin(self._id)
+    async def _begin(self) -> Changes:
+        """ChangeLog.begin once it is its turn, of a desk that answers: a call waits for one that
+        is away."""
+        while True:
+            async with asyncio.timeout(_ANSWER_S):
+                before = await self._desk.begin(self._id)
+            if before is not None:
+                return before
+            await asyncio.sleep(_AGAIN_S)
 
     async def _follow(self, latest: Changes) -> None:
         """Look again at the files that others have changed."""
@@ -277,9 +279,15 @@ class SharedTasks:
             if self._on_tasks is not None:
                 self._on_tasks(self._own.tasks)
 
-    async def _publish(self, changes: Changes) -> None:
+    async def _publish(
+        self, kind: str, name: str = "", adapter: AdapterChange | None = None
+    ) -> None:
         """Tell the others, and wait until they have followed."""
-        self._changes = changes
+        with contextlib.suppress(Exception):  # the desk is away: it is told when it is back
+            async with asyncio.timeout(_FOLLOWED_S):
+                # A desk that is new may have given another ingress the turn meanwhile.
+                await self._follow(await self._begin())
+        changes = self._changes = self._changes.after(kind, name, adapter)
         try:
             async with asyncio.timeout(_FOLLOWED_S):
                 telling = asyncio.create_task(self._desk.follow(self._id, changes))

@@ -130,6 +130,9 @@ class Fleet:
             os.environ.setdefault(name, value)
         ray = _ray()
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+        if cluster.address is None:
+            self._tell("preparing what is made once on this machine: models, machine code")
+            self._parts.prepare()
         try:
             if cluster.address is not None:
                 self._tell(f"looking for Ray at {cluster.address}")
@@ -137,8 +140,6 @@ class Fleet:
                 if os.environ.get("RAY_AUTH_MODE") != "token":  # as Ray sets it, too
                     log.warning(_OPEN.format(cluster.address))
                 return
-            self._tell("preparing what is made once on this machine: models, machine code")
-            self._parts.prepare()
             self._tell("starting Ray")
             self._folder = Path(tempfile.mkdtemp(prefix="tailor-ray-"))
             memory = cluster.embedded.object_store_memory.num_bytes
@@ -154,7 +155,7 @@ class Fleet:
             )
             self._own_ray = True
             self.keeper = HeadKeeper(ray._private.worker.global_worker.node)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # Ray's are of any kind: a node that starts late, a plain one
             raise ConfigError(f"Ray could not be reached or started: {error}") from None
 
     def _cpus(self) -> float:
@@ -189,7 +190,7 @@ class Fleet:
             )
             self._wait()
             _ask_desk("own", self._id, timeout_s=30.0)
-        except (RuntimeError, TimeoutError) as error:
+        except Exception as error:
             raise ConfigError(f"the fleet did not start: {error}") from None
 
     def _wait(self) -> None:

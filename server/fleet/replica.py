@@ -20,6 +20,7 @@ from server.config import LimitsConfig, RestartConfig
 from server.errors import (
     DrainingError,
     EngineDiedError,
+    ModelNotFoundError,
     NoEngineError,
     QueueFullError,
     TailorError,
@@ -204,7 +205,9 @@ class EngineReplica:
 
     def _broken(self, request: Request, error: TailorError, *, taken: bool) -> channel.Message:
         """What a stream ends with after an error: LOST, or a Delta that tells it."""
-        if isinstance(error, QueueFullError):  # the ingress has let it in: it waits there
+        # The ingress has let it in: it waits there, for a seat or until `know` told an engine that
+        # has started again of the adapter.
+        if isinstance(error, QueueFullError | ModelNotFoundError):
             return (LOST, self.replica_id, False)
         if isinstance(error, _ELSEWHERE) or type(error) is UnavailableError:
             return (LOST, self.replica_id, taken)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from server import channel
 from server.api.admin import AdapterRoutes, LoadAdapterBody, UnloadAdapterBody
 from server.api.engines.client import EngineSpec
 from server.api.served_model import Catalog
@@ -18,8 +19,8 @@ from server.config import TaskConfig
 from server.errors import ConfigError, InvalidRequestError, UnavailableError
 from server.fleet import changes
 from server.fleet.changes import FOLLOW_S, ChangeLog, Changes, SharedTasks
-from server.fleet.replica import EngineReplica
-from server.types import AdapterOrder
+from server.fleet.replica import LOST, EngineReplica
+from server.types import AdapterOrder, Delta, Request, SamplingParams
 from tests.api.live import as_bytes, served
 from tests.api.test_adapter_routes import Adapters, Engines
 from tests.fakes.scripted_engine import ScriptedEngine, saying
@@ -154,6 +155,25 @@ async def test_changes_at_every_ingress_happen_one_at_a_time() -> None:
         assert not any(i.admin.corpora.get("b") for i in ingresses)
 
 
+async def test_two_changes_around_a_new_desk_reach_every_ingress() -> None:
+    async with _fleet() as (files, desk, ingresses):
+        built, own = asyncio.Event(), ingresses[0].admin.upload
+
+        async def upload(*args: Any, **options: Any) -> Mapping[str, TaskConfig]:
+            tasks = await own(*args, **options)
+            await built.wait()
+            return tasks
+
+        ingresses[0].admin.upload = upload  # type: ignore[method-assign]
+        slow = asyncio.create_task(ingresses[0].shared.upload("a", [{}], append=True))
+        await until(lambda: files.corpora == {"a": 1})
+        desk.log = ChangeLog()
+        await ingresses[1].shared.upload("b", [{}], append=True)
+        built.set()
+        await slow
+        assert [i.admin.corpora for i in ingresses] == [{"a": 1, "b": 1}] * 3
+
+
 @pytest.mark.parametrize("is_silent", [False, True])
 async def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all(
     is_silent: bool, monkeypatch: pytest.MonkeyPatch
@@ -250,9 +270,17 @@ def test_states_of_adapters_are_merged_over_replicas() -> None:
 
 
 async def test_an_engine_that_starts_late_or_again_is_told_of_adapters_once() -> None:
-    engine = ScriptedEngine(saying(as_bytes("a")), name="engine-0")
+    def unknown(request: Request) -> list[list[Delta]]:
+        error = {"error": "it is not loaded", "error_code": "model_not_found"}
+        return [[Delta(request.request_id, 0, (), finish_reason="error", **error)]]
+
+    engine = ScriptedEngine(unknown, name="engine-0")
     replica = EngineReplica(EngineSpec("engine-0", "tiny", "cpu", engine.factory))
     await replica.start()
+    # Who comes before it is told goes elsewhere, or waits at the ingress.
+    request = Request("r", "task", "tiny", (1,), SamplingParams(), adapter="a@1")
+    stream = replica.stream(channel.encode(("submit", request)), 0.0)
+    assert [channel.decode(one) async for one in stream] == [(LOST, "engine-0", False)]
     told: list[tuple[str, Any]] = []
 
     async def control(name: str, payload: Any, timeout_s: float = 0.0, replica: str = "") -> Any:

@@ -27,6 +27,7 @@ from loadtest.fleet import starts_alone
 from server.commands.cli import main
 from server.fleet import local
 from server.fleet.far_engine import ReplicaLostError
+from server.fleet.parts import FleetParts
 from server.fleet.routing import Job
 from tests.fleet.ray_parts import CALM, free_port
 from tests.installed import needs
@@ -229,6 +230,24 @@ def test_sigterm_ends_a_fleet_that_still_makes_its_model(monkeypatch: pytest.Mon
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+@needs("ray")
+def test_a_ray_that_does_not_start_is_told_in_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node that starts late raises a plain Exception."""
+    import ray
+
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(FleetParts, "prepare", lambda _: None)
+    monkeypatch.setattr(local, "_catch", lambda *_: None)
+    monkeypatch.setattr(local.signal, "signal", lambda *_: None)
+    assert main(["fleet", "up", str(folder / "cluster.yaml")]) == 1
+    assert "Ray could not be reached or started: The current node timed" in capsys.readouterr().err
 
 
 @pytest.mark.slow
