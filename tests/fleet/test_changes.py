@@ -21,9 +21,9 @@ from server.fleet import changes
 from server.fleet.changes import FOLLOW_S, ChangeLog, Changes, SharedTasks
 from server.fleet.replica import LOST, EngineReplica
 from server.types import AdapterOrder, Delta, Request, SamplingParams
-from tests.api.live import as_bytes, served
+from tests.api.live import served
 from tests.api.test_adapter_routes import Adapters, Engines
-from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.waiting import until
 
 
