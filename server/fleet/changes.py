@@ -283,17 +283,16 @@ class SharedTasks:
         self, kind: str, name: str = "", adapter: AdapterChange | None = None
     ) -> None:
         """Tell the others, and wait until they have followed."""
-        with contextlib.suppress(Exception):  # the desk is away: it is told when it is back
-            async with asyncio.timeout(_FOLLOWED_S):
-                # A desk that is new may have given another ingress the turn meanwhile.
-                await self._follow(await self._begin())
-        changes = self._changes = self._changes.after(kind, name, adapter)
         try:
             async with asyncio.timeout(_FOLLOWED_S):
+                try:  # a desk that is new may have given another ingress the turn meanwhile
+                    await self._follow(await self._begin())
+                finally:
+                    changes = self._changes = self._changes.after(kind, name, adapter)
                 telling = asyncio.create_task(self._desk.follow(self._id, changes))
                 await asyncio.sleep(0)
                 while not await self._desk.is_followed(changes.number):
                     await asyncio.sleep(_AGAIN_S)
                 telling.cancel()
         except Exception:
-            log.warning("not every ingress has followed change %d", changes.number)
+            log.warning("not every ingress has followed change %d", self._changes.number)

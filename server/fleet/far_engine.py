@@ -173,8 +173,7 @@ class FleetHandle:
 
     async def _control(self, call_id: int, name: str, payload: Any) -> None:
         try:
-            answers = await self._replicas.control(name, payload)
-            answer = channel.merged(answers)
+            answer = channel.merged(await self._replicas.control(name, payload))
         except Exception as error:
             answer = {"ok": False, "is_lost": True, "error": str(error)[:300] or repr(error)}
         self._tell(("control", call_id, answer))

@@ -62,8 +62,7 @@ class EngineReplica:
     ) -> None:
         self.spec = spec
         self.replica_id = replica_id or spec.name
-        self.metrics = Metrics()
-        self.client = EngineClient([spec], metrics=self.metrics, restart=restart, limits=limits)
+        self.client = EngineClient([spec], metrics=Metrics(), restart=restart, limits=limits)
         self.costs = CostMeter()
         self._pause_s = 1.0 / max_messages_per_s
         self.figures: list[FigureValue] = []
@@ -146,7 +145,8 @@ class EngineReplica:
     async def stream(
         self, request: bytes, age_s: float, job: object = None
     ) -> AsyncGenerator[bytes, None]:
-        """The messages of one Request: ("deltas", deltas), and LOST where it broke off.
+        """The messages of one Request: ("deltas", deltas), and LOST where it broke off. No deltas
+        tell that its queue time-out is over, of which the engine is the judge: it has begun.
 
         request: channel.encode(("submit", request)). age_s: seconds since it arrived at the
         ingress, whose clock is another one. job: for the router, which has chosen by it. Closing
@@ -161,8 +161,17 @@ class EngineReplica:
             yield channel.encode(self._broken(order, error, taken=False))
             return
         sent_s = 0.0
+        left_s = order.queue_timeout_s - age_s if order.queue_timeout_s else None
         try:
-            async for arrived in submission:
+            while True:
+                try:
+                    async with asyncio.timeout(left_s):
+                        arrived = await anext(submission)
+                except TimeoutError:
+                    arrived = []
+                except StopAsyncIteration:
+                    return
+                left_s = None
                 deltas = [delta for _, delta in arrived]
                 for delta in deltas:
                     self.costs.count(order.task, delta)

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from loadtest.peer import total
+from server import channel
 from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, RestartConfig
 from server.engine.process import start_process
@@ -231,6 +232,21 @@ def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "engine_died"
         assert response.json()["error"]["message"].startswith("The engine died")
+
+
+async def test_a_replica_tells_that_a_first_step_is_longer_than_the_queue_time_out() -> None:
+    """Else its ingress would take a long prompt for one that waits."""
+    engine, spec = _scripted(0)
+    replica = EngineReplica(spec)
+    await replica.start()
+    engine.gate.clear()
+    request = Request("r", "task", "tiny", (1,), SamplingParams(max_tokens=1), queue_timeout_s=0.01)
+    stream = replica.stream(channel.encode(("submit", request)), 0.0)
+    assert channel.decode(await anext(stream)) == ("deltas", [])
+    engine.gate.set()
+    [(_, [delta])] = [channel.decode(message) async for message in stream]
+    assert len(delta.token_ids) == 1 and delta.finish_reason == "length"
+    await replica.stop()
 
 
 def test_an_engine_that_dies_inside_its_replica_costs_no_request() -> None:
