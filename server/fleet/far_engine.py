@@ -238,7 +238,7 @@ class FleetHandle:
             if time.monotonic() > wait_until_s:
                 raise NoEngineError("No replica of the model can take this request now.")
             continuation.run_again()
-            if continuation.num_sent:  # it has had its first step
+            if continuation.has_begun:
                 data = channel.encode(("submit", replace(request, queue_timeout_s=0.0)))
             if lost.replica_id:
                 job = replace(job, avoid=(lost.replica_id,))
@@ -251,7 +251,7 @@ class FleetHandle:
         no replica has taken the Request within its queue time-out."""
         age_s = time.monotonic() - request.arrival_s if request.arrival_s else 0.0
         left_s = None
-        if request.queue_timeout_s > 0.0 and not continuation.num_sent:
+        if request.queue_timeout_s > 0.0 and not continuation.has_begun:
             left_s = max(0.0, request.queue_timeout_s - age_s) + _QUEUE_GRACE_S
         stream = self._replicas.stream(data, age_s, job)
         async with contextlib.aclosing(stream), asyncio.timeout(left_s) as limit:
@@ -295,10 +295,11 @@ class Continuation:
         deltas = continuation.pass_on(deltas)     # of a run, in order
         continuation.run_again()                  # the replica is lost: the next run begins
 
-    Not thread-safe.
+    Not thread-safe. has_begun: whether the Request has had its first step.
     """
 
     def __init__(self, request: Request) -> None:
+        self.has_begun = False
         self._request_id = request.request_id
         self._choices = [_Choice() for _ in range(request.num_choices)]
 
@@ -323,6 +324,7 @@ class Continuation:
         Raises TextChangedError when a token differs from what was sent at its place. A Delta with
         finish_reason "error" or "abort" is passed on as it is and ends the Request.
         """
+        self.has_begun = True
         new: list[Delta] = []
         for delta in deltas:
             if delta.finish_reason in ("error", "abort"):

@@ -46,6 +46,7 @@ class _Scripted:
         self.queue_timeouts_s.append(order.queue_timeout_s)
         dies_after = self._deaths.pop(0) if self._deaths else None
         starts = range(0, len(self._tokens), self._size)
+        yield channel.encode(("deltas", []))  # it has begun
         for num, at in enumerate(starts):
             if num == dies_after:
                 raise ReplicaLostError("it was killed")
@@ -122,7 +123,7 @@ def test_of_many_deltas_none_is_missed(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     tokens = list(range(1_000_000, 1_020_000))
-    replicas = _Scripted(tokens, 10, [1000, 1500, 2000])
+    replicas = _Scripted(tokens, 10, [0, 1500, 2000])
     with _client(replicas, new_loop) as client:
         client.submit()
         assert client.received() == tokens
