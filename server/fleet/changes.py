@@ -53,11 +53,6 @@ class Changes:
     number: int = 0
     last: Mapping[tuple[str, str], tuple[int, AdapterChange | None]] = field(default_factory=dict)
 
-    def after(self, kind: str, name: str = "", adapter: AdapterChange | None = None) -> Changes:
-        """After one more."""
-        number = self.number + 1
-        return Changes(number, {**self.last, (kind, name): (number, adapter)})
-
     def orders(self, model: str) -> tuple[AdapterOrder, ...]:
         """What the model's engines must know of those that were loaded."""
         changes = [change for _, change in self.last.values()]
@@ -231,8 +226,7 @@ class SharedTasks:
                 problem = "The fleet's desk does not answer"
                 if wait.expired():
                     problem = "Another ingress changes the tasks"
-                text = f"{problem}. Try again later."
-                raise UnavailableError(text, retry_after_s=5.0) from None
+                raise UnavailableError(f"{problem}. Try again later.", retry_after_s=5.0) from None
             try:
                 await self._follow(before)
                 yield
@@ -288,7 +282,9 @@ class SharedTasks:
                 try:  # a desk that is new may have given another ingress the turn meanwhile
                     await self._follow(await self._begin())
                 finally:
-                    changes = self._changes = self._changes.after(kind, name, adapter)
+                    number, last = self._changes.number + 1, self._changes.last
+                    changes = Changes(number, {**last, (kind, name): (number, adapter)})
+                    self._changes = changes
                 telling = asyncio.create_task(self._desk.follow(self._id, changes))
                 await asyncio.sleep(0)
                 while not await self._desk.is_followed(changes.number):

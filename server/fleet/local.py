@@ -125,8 +125,7 @@ class Fleet:
     def _connect(self) -> None:
         cluster = self._cluster
         alone = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_ALONE}
-        alone = {} if cluster.address is not None else alone
-        for name, value in {**_QUIET, **alone}.items():
+        for name, value in {**_QUIET, **(alone if cluster.address is None else {})}.items():
             os.environ.setdefault(name, value)
         ray = _ray()
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
@@ -182,10 +181,9 @@ class Fleet:
             serve.start(proxy_location="EveryNode", http_options=http)
         self._tell("starting replicas: each reads its model, and measures it the first time")
         fleet = application(self._cluster, self._parts)
-        prefix = None if direct else "/"
         try:
             serve.run_many(
-                [serve.RunTarget(fleet, name=APPLICATION, route_prefix=prefix)],
+                [serve.RunTarget(fleet, APPLICATION, route_prefix=None if direct else "/")],
                 wait_for_applications_running=False,
             )
             self._wait()
@@ -246,14 +244,13 @@ class HeadKeeper:
     node: Ray's head node (ray._private.node.Node), which this process has started.
 
     Call `stop` when Ray has ended: the head that was started again ends with the thread that
-    started it. num_restarts: how often that was.
+    started it.
     """
 
     def __init__(self, node: Any) -> None:
         self._node = node
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="head-keeper", daemon=True)
-        self.num_restarts = 0
         self._thread.start()
 
     def let_go(self) -> None:
@@ -280,7 +277,6 @@ class HeadKeeper:
             try:
                 self._node.kill_gcs_server(check_alive=False)
                 self._node.start_gcs_server()
-                self.num_restarts += 1
             except Exception as error:  # whatever Ray raises: try again, requests go on
                 log.error("Ray's head process did not start: %s", error)
                 pause_s = min(_MAX_PAUSE_S, 2.0 * pause_s)
@@ -340,12 +336,10 @@ def _catch(stop: threading.Event, hup: threading.Event) -> None:
 
 def _ray() -> Any:
     try:
-        import ray
-        from ray import serve
+        import ray.serve
     except ImportError:
         raise ConfigError(
             "a fleet needs Ray Serve, which is not installed: "
             "pip install 'ray[serve]>=2.60,<2.61' fsspec"
         ) from None
-    del serve
     return ray

@@ -66,7 +66,7 @@ class EngineReplica:
         self.costs = CostMeter()
         self._pause_s = 1.0 / max_messages_per_s
         self.figures: list[FigureValue] = []
-        self._named: dict[str, float] = {}
+        self._named: dict[str, Any] = {}
         self._counted: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._known: dict[str, int] = {}  # adapters that `know` told: in which life of the engine
 
@@ -96,10 +96,7 @@ class EngineReplica:
             return
         self.figures = answer["value"]
         names = (figure.name for figure in self.info.figures)
-        named: dict[str, Any] = dict(zip(names, self.figures, strict=False))
-        self._named = {
-            name: float(value) for name, value in named.items() if isinstance(value, int | float)
-        }
+        self._named = named = dict(zip(names, self.figures, strict=False))
         # Steps, rows and seconds since the engine's start.
         (_, rows), (_, seconds) = named["step_rows"], named["step_time_seconds"]
         now = (named["engine_steps"], rows, seconds)

@@ -9,8 +9,8 @@ It says READY and then does what it is told, a line each:
     update           deploys other weights; UPDATED and how often that was
     learned TASK     LEARNED and JSON: what each engine has learned of a task
     lose             ends all processes of a node that has engine replicas, not the first; LOST
-    behead           ends Ray's head process as kill -9 does; BEHEADED and how often it has been
-                     started again, when it has
+    behead           ends Ray's head process as kill -9 does; BEHEADED and the process of the
+                     one that is started again, when it is
     headless         the same, but nobody starts it again; HEADLESS, and then no more commands
     steps            STEPS and JSON: rows and seconds of each engine's last step
     status           STATUS and the state of each deployment
@@ -211,10 +211,16 @@ def _nodes(num: int) -> Iterator[Nodes | None]:
 def _behead(keeper: HeadKeeper | None) -> int:
     """End Ray's head process, and wait until there is another one."""
     assert keeper is not None
-    before = keeper.num_restarts
-    os.kill(keeper.pid(), signal.SIGKILL)
-    wait_until(lambda: keeper.num_restarts != before, 120, pause_s=0.05)
-    return keeper.num_restarts
+    before = keeper.pid()
+    os.kill(before, signal.SIGKILL)
+
+    def has_another() -> bool:
+        with contextlib.suppress(KeyError):
+            return keeper.pid() != before
+        return False
+
+    wait_until(has_another, 120, pause_s=0.05)
+    return keeper.pid()
 
 
 def _obey(command: str, rest: str, nodes: Any) -> bool:
