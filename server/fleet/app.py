@@ -293,8 +293,7 @@ async def _ingress(
     shared = SharedTasks(plan.task_set, changes, own_id, forget)
     # On the loop, because their routers run on it: a request changes threads as seldom as it can.
     replicas = {model: ServeReplicas(model, handle, desk) for model, handle in engines.items()}
-    max_runs = cluster.routing.max_runs
-    return IngressApp(plan, replicas, max_runs, uses, shared, requests_only_port)
+    return IngressApp(plan, replicas, cluster.routing.max_runs, uses, shared, requests_only_port)
 
 
 def application(cluster: ClusterConfig, parts: FleetParts) -> Application:

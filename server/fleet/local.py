@@ -71,7 +71,6 @@ class Fleet:
         self._cluster = cluster
         self._parts = parts
         self._tell = tell
-        self._own_ray = False
         self.keeper: HeadKeeper | None = None
         """Who looks after Ray's head process; None on a cluster of others."""
         self._folder: Path | None = None
@@ -104,15 +103,14 @@ class Fleet:
 
         is_mine = True  # nobody else has deployed it since
         with contextlib.suppress(Exception):  # it has not started, or its head is away
-            is_mine = self._own_ray or _ask_desk("owner") in ("", self._id)
+            is_mine = self.keeper is not None or _ask_desk("owner") in ("", self._id)
             if is_mine:  # ingresses are not replaced: they wait for server.yaml's drain_s alone
                 _ask_desk("end")
-        if self._own_ray:
+        if self.keeper is not None:
             serve.shutdown()
+            self.keeper.let_go()
         elif is_mine:
             serve.delete(APPLICATION)
-        if self.keeper is not None:
-            self.keeper.let_go()
         ray.shutdown()
 
     def update(self, cluster: ClusterConfig, parts: FleetParts) -> None:
@@ -152,7 +150,6 @@ class Fleet:
                 _temp_dir=str(self._folder),
                 **common,
             )
-            self._own_ray = True
             self.keeper = HeadKeeper(ray._private.worker.global_worker.node)
         except Exception as error:  # Ray's are of any kind: a node that starts late, a plain one
             raise ConfigError(f"Ray could not be reached or started: {error}") from None
@@ -248,7 +245,7 @@ class HeadKeeper:
     """
 
     def __init__(self, node: Any) -> None:
-        self._node = node
+        self.node = node
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="head-keeper", daemon=True)
         self._thread.start()
@@ -262,11 +259,6 @@ class HeadKeeper:
         self._ended.set()
         self._thread.join(10.0)
 
-    def pid(self) -> int:
-        """Of the head process. Raises KeyError between two of them."""
-        pid: int = self._node.all_processes["gcs_server"][0].process.pid
-        return pid
-
     def _run(self) -> None:
         pause_s = _LOOK_S
         while not self._ended.wait(pause_s):
@@ -275,14 +267,14 @@ class HeadKeeper:
                 continue
             log.error("Ray's head process has died; it is started again")
             try:
-                self._node.kill_gcs_server(check_alive=False)
-                self._node.start_gcs_server()
+                self.node.kill_gcs_server(check_alive=False)
+                self.node.start_gcs_server()
             except Exception as error:  # whatever Ray raises: try again, requests go on
                 log.error("Ray's head process did not start: %s", error)
                 pause_s = min(_MAX_PAUSE_S, 2.0 * pause_s)
 
     def _lives(self) -> bool:
-        found = self._node.all_processes.get("gcs_server")
+        found = self.node.all_processes.get("gcs_server")
         return bool(found) and found[0].process.poll() is None
 
 

@@ -96,7 +96,8 @@ class EngineReplica:
             return
         self.figures = answer["value"]
         names = (figure.name for figure in self.info.figures)
-        self._named = named = dict(zip(names, self.figures, strict=False))
+        named: dict[str, Any] = dict(zip(names, self.figures, strict=False))
+        self._named = named
         # Steps, rows and seconds since the engine's start.
         (_, rows), (_, seconds) = named["step_rows"], named["step_time_seconds"]
         now = (named["engine_steps"], rows, seconds)

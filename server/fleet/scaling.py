@@ -225,10 +225,9 @@ class WorkPolicy:
         """(replicas, state to keep). context: ray.serve.config.AutoscalingContext."""
         told = context.aggregated_metrics or {}
         outside = float(context.total_queued_requests or 0.0)
-        work = work_of(told, outside)
         if context.current_num_replicas == 0:  # it sleeps, or those that were asked for start
             waits = outside > 0.0 or float(context.total_num_requests) > 0.0
             return max(int(waits), context.target_num_replicas), {}
         if not told.get("seats"):  # a replica is there and has told nothing yet
             return context.target_num_replicas, {}
-        return replicas_for(work, context.target_num_replicas, self._config), {}
+        return replicas_for(work_of(told, outside), context.target_num_replicas, self._config), {}

@@ -211,16 +211,15 @@ def _nodes(num: int) -> Iterator[Nodes | None]:
 def _behead(keeper: HeadKeeper | None) -> int:
     """End Ray's head process, and wait until there is another one."""
     assert keeper is not None
-    before = keeper.pid()
-    os.kill(before, signal.SIGKILL)
+    before = _heads(keeper)
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(lambda: _heads(keeper) not in ([], before), 120, pause_s=0.05)
+    return _heads(keeper)[0]
 
-    def has_another() -> bool:
-        with contextlib.suppress(KeyError):
-            return keeper.pid() != before
-        return False
 
-    wait_until(has_another, 120, pause_s=0.05)
-    return keeper.pid()
+def _heads(keeper: HeadKeeper) -> list[int]:
+    """The head process; none between two of them."""
+    return [head.process.pid for head in keeper.node.all_processes.get("gcs_server", ())]
 
 
 def _obey(command: str, rest: str, nodes: Any) -> bool:

@@ -271,8 +271,8 @@ def test_states_of_adapters_are_merged_over_replicas() -> None:
 
 async def test_an_engine_that_starts_late_or_again_is_told_of_adapters_once() -> None:
     def unknown(request: Request) -> list[list[Delta]]:
-        error = {"error": "it is not loaded", "error_code": "model_not_found"}
-        return [[Delta(request.request_id, 0, (), finish_reason="error", **error)]]
+        delta = Delta(request.request_id, 0, (), finish_reason="error")
+        return [[delta._replace(error="it is not loaded", error_code="model_not_found")]]
 
     engine = ScriptedEngine(unknown, name="engine-0")
     replica = EngineReplica(EngineSpec("engine-0", "tiny", "cpu", engine.factory))

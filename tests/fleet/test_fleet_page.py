@@ -245,7 +245,7 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(FleetParts, "prepare", lambda _: None)
     monkeypatch.setattr(local, "_catch", lambda *_: None)
-    monkeypatch.setattr(local.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert main(["fleet", "up", str(folder / "cluster.yaml")]) == 1
     assert "Ray could not be reached or started: The current node timed" in capsys.readouterr().err
 
