@@ -114,14 +114,18 @@ class Kinds:
     key: str = ""
 
     @classmethod
-    def by(cls, key: str, kinds: Mapping[str, type[BodyPart]]) -> Kinds:
-        """Objects whose member `key` names their kind."""
+    def by(cls, key: str, kinds: Mapping[str, type[BodyPart]], other: Any = None) -> Kinds:
+        """Objects whose member `key` names their kind. other: what else there may be instead."""
 
         def kind_of(value: Any) -> str | None:
+            if other is not None and not isinstance(value, dict):
+                return "="
             name = value.get(key) if isinstance(value, dict) else None
             return f"={name}" if isinstance(name, str) and name in kinds else None
 
         named = {f"={name}": kind for name, kind in kinds.items()}
+        if other is not None:
+            named["="] = other
         return cls(named, f"must be one of {', '.join(kinds)}", kind_of, key)
 
     def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -179,6 +183,13 @@ class StreamOptions(BodyPart):
     include_obfuscation: bool = Field(
         False, description="only false is honoured: chunks are never padded"
     )
+
+
+class CacheOptions(BodyPart):
+    """prompt_cache_options, of OpenAI. They change nothing: the prefix cache works by itself."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
 
 
 @request_sections(BodyPart)
@@ -273,7 +284,6 @@ class ResponseFormatBody(BodyPart):
 _NEUTRAL: Mapping[str, Neutral] = {
     # OpenAI
     "moderation": ((), "this server has no moderation"),
-    "prompt_cache_options": ((), "the prefix cache needs no options and promises no lifetime"),
     "prompt_cache_retention": (("in_memory",), "the prefix cache promises no lifetime"),
     # vLLM
     "use_beam_search": ((False,), "nothing is searched, choices are drawn"),
@@ -421,6 +431,7 @@ class GenerationBody(BodyPart):
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
 
     if TYPE_CHECKING:  # the parameters are declared in server.types
 

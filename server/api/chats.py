@@ -22,6 +22,7 @@ from server.api.tools import (
     ChosenTools,
     ForcedCall,
     Tool,
+    ToolChoice,
     ToolReader,
     chosen_tools,
     force_call,
@@ -51,7 +52,7 @@ TEMPLATE_KWARGS: Mapping[str, type] = {
 """What chat_template_kwargs may set, where the model's template reads it."""
 
 THINKING = frozenset({"enable_thinking", "preserve_thinking", "thinking"})
-EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,7 @@ class Chat(Generation):
     """A Generation whose prompt is a conversation, which a template turns into ids. text: the
     conversation as the model gets it, once it is rendered, with control tokens.
 
-    names: prompt, max_tokens, logprobs and reasoning_effort. tool_choice: as of chosen_tools, nests
-    too. variables: chat_template_kwargs.
+    names: prompt, max_tokens, logprobs and reasoning_effort. variables: chat_template_kwargs.
     """
 
     prompts: Sequence[str | list[int]] = ()
@@ -91,8 +91,7 @@ class Chat(Generation):
     text: str = ""
     turns: Sequence[Turn]
     tools: Sequence[Tool] = ()
-    tool_choice: Any = None
-    nests: bool = True
+    tool_choice: ToolChoice = ("auto", {})
     parallel: bool = True
     effort: str | None = None
     variables: Mapping[str, Any] | None = None
@@ -119,9 +118,7 @@ async def generation_of(
         )
     rules = rules_of(chat.body, target.task)
     tools = await orders.work(
-        lambda: chosen_tools(
-            chat.tools, chat.tool_choice, rules, parallel=chat.parallel, nests=chat.nests
-        ),
+        lambda: chosen_tools(chat.tools, chat.tool_choice, rules, parallel=chat.parallel),
         num_bytes,
     )
     if tools.shown is not None and model.call_style is None:
@@ -320,7 +317,12 @@ def _effort(chat: Chat, effort: str, template: ChatTemplate, with_tools: bool) -
     """
     if template.uses("reasoning_effort", with_tools=with_tools):
         return {"reasoning_effort": effort}
-    if template.uses("enable_thinking", with_tools=with_tools) and effort in EFFORTS:
+    if template.uses("enable_thinking", with_tools=with_tools):
+        if effort not in EFFORTS:
+            raise InvalidRequestError(
+                f"must be one of {', '.join(EFFORTS)}; got {echoed(effort, 40)}.",
+                at=chat.names["reasoning_effort"],
+            )
         return {"enable_thinking": effort not in ("none", "minimal")}
     if effort in ("none", "minimal", "low"):
         return {}

@@ -355,6 +355,10 @@ class Orders:
         if options is not None:
             if not body.stream and (options.include_usage or options.continuous_usage_stats):
                 raise InvalidRequestError("allowed only with stream.", at="stream_options")
+            if options.continuous_usage_stats and not options.include_usage:
+                raise InvalidRequestError(
+                    "allowed only with include_usage.", at="stream_options.continuous_usage_stats"
+                )
             if options.include_obfuscation:
                 raise UnsupportedFieldError(
                     "chunks are never padded; leave it out.",

@@ -28,7 +28,7 @@ from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 from server.api.schemas import SchemaRules, StrictArguments, mapped, prepared
-from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError, echoed
+from server.errors import InvalidRequestError, LimitExceededError, echoed
 
 ToolFormat = Literal["hermes", "mistral", "llama3"]
 
@@ -424,6 +424,11 @@ class Tool:
     at: str
 
 
+Mode = Literal["none", "auto", "required"]
+ToolChoice = tuple[Mode, Mapping[str, str]]
+"""A mode, and the functions that may be called with where the body names each; {} is all."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenTools:
     """Which tools a chat may or must call.
@@ -443,13 +448,12 @@ class ChosenTools:
 
 
 def chosen_tools(
-    tools: Sequence[Tool], choice: Any, rules: SchemaRules, *, parallel: bool, nests: bool = True
+    tools: Sequence[Tool], choice: ToolChoice, rules: SchemaRules, *, parallel: bool
 ) -> ChosenTools:
     """The ChosenTools of a body's tools and tool_choice.
 
-    nests: whether a choice has its function and its allowed tools in an object of their own, as in
-    chats. Raises InvalidRequestError and its kin, naming the field. With tool_choice "none" the
-    prompt leaves the tools out, so that the model calls none.
+    Raises InvalidRequestError and its kin, naming the field. With tool_choice "none" the prompt
+    leaves the tools out, so that the model calls none.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     shown = []
@@ -471,9 +475,15 @@ def chosen_tools(
             entry["description"] = tool.description
         entry["parameters"] = parameters
         shown.append({"type": "function", "function": entry})
-    mode, allowed = _choice(choice, list(schemas), nests)
+    mode, named = choice
+    for name, at in named.items():
+        if name not in schemas:
+            raise InvalidRequestError(f"{echoed(name)} is none of the tools.", at=at)
+    if mode == "required" and not schemas:
+        raise InvalidRequestError("required is allowed only with tools.", at="tool_choice")
     if mode == "none" or not schemas:
         return ChosenTools(None, {}, {}, must_call=False, parallel=False, num_chars=0)
+    allowed = named or schemas
     for tool in tools:  # where arguments may be anything, a schema is only shown
         if tool.name in allowed and (mode == "required" or tool.strict):
             closes = rules.closes or not tool.parameters
@@ -495,68 +505,6 @@ def chosen_tools(
         parallel=parallel,
         num_chars=num_chars,
     )
-
-
-_Mode = Literal["none", "auto", "required"]
-
-
-def _choice(choice: Any, names: list[str], nests: bool) -> tuple[_Mode, list[str]]:
-    """(mode, names that may be called) of a tool_choice."""
-    at = "tool_choice"
-    if choice is None or choice == "auto":
-        return "auto", names
-    if choice == "none":
-        return "none", []
-    if choice == "required":
-        if not names:
-            raise InvalidRequestError("required is allowed only with tools.", at=at)
-        return "required", names
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "custom":
-        raise UnsupportedFieldError("only function tools are available.", at=at)
-    if kind == "function":
-        return "required", [_named(choice, names, at, nests)]
-    if kind == "allowed_tools":
-        inner = _inner(choice, "allowed_tools", nests)
-        at += ".allowed_tools" if nests else ""
-        tools = inner.get("tools")
-        if (
-            inner.keys() == {"mode", "tools"}
-            and inner["mode"] in ("auto", "required")
-            and isinstance(tools, list)
-            and 0 < len(tools) <= MAX_TOOLS
-        ):
-            picked = [
-                _named(tool, names, f"{at}.tools[{i}]", nests) for i, tool in enumerate(tools)
-            ]
-            return inner["mode"], list(dict.fromkeys(picked))
-        raise InvalidRequestError("must have a mode (auto or required) and tools.", at=at)
-    form = '"function": {"name": ...}' if nests else '"name": ...'
-    raise InvalidRequestError(
-        f'must be "none", "auto", "required", a function ({{"type": "function", {form}}}) or '
-        f"allowed_tools; got {echoed(choice)}.",
-        at=at,
-    )
-
-
-def _inner(value: Mapping[str, Any], key: str, nests: bool) -> Mapping[str, Any]:
-    """What stands beside the type: the members, or the one object that has them."""
-    beside = {name: item for name, item in value.items() if name != "type"}
-    if not nests:
-        return beside
-    inner = beside.get(key) if len(beside) == 1 else None
-    return inner if isinstance(inner, dict) else {}
-
-
-def _named(tool: Any, names: Sequence[str], at: str, nests: bool) -> str:
-    is_function = isinstance(tool, dict) and tool.get("type") == "function"
-    function = _inner(tool, "function", nests) if is_function else {}
-    name = function.get("name")
-    if not isinstance(name, str) or len(function) != 1:
-        raise InvalidRequestError("must name a function.", at=at)
-    if name not in names:
-        raise InvalidRequestError(f"{echoed(name)} is none of the tools.", at=at)
-    return name
 
 
 # --- telling --------------------------------------------------------------------------------------

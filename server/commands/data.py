@@ -112,7 +112,7 @@ def chat_render(chat: Any) -> Render:
         from server.api.tools import chosen_tools, tell_tools
 
         body = chat_of(validate(ChatBody, as_body(asked)))
-        tools = chosen_tools(body.tools, None, SchemaRules(), parallel=True).shown
+        tools = chosen_tools(body.tools, ("auto", {}), SchemaRules(), parallel=True).shown
         messages = messages_of(body.turns, chat.source if tools is None else chat.tool_source)
         if not chat.has_tools:
             messages, tools = tell_tools(messages, tools), None

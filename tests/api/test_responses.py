@@ -129,6 +129,7 @@ def test_a_tool_is_called_and_answered(server: LiveServer, engine: ScriptedEngin
     engine.script = says(REPLY)
     direct = {"caller": {"type": "direct"}}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain", **direct}
+    result |= {"name": call.name, "namespace": None}
     said = {**call.model_dump(), "parsed_arguments": {"city": "Rome"}, "async": False, **direct}
     history = [*question, said, result]
     second = client.responses.create(model="hermes", input=history, tools=[TOOL])
@@ -196,7 +197,14 @@ NEUTRAL: list[dict[str, Any]] = [
     {"stream_options": {"include_obfuscation": False}}, {"stream_options": {}},
     {"parallel_tool_calls": True}, {"user": "u"}, {"service_tier": "auto"}, {"conversation": None},
     {"reasoning": {"mode": "standard", "context": "all_turns"}},
-    {"prompt_cache_retention": "in_memory"}, {"context_management": []},
+    {"prompt_cache_retention": "in_memory"}, {"context_management": []}, {"max_tool_calls": 1},
+    {"prompt_cache_options": {"mode": "implicit"}}, {"access_programs": {"cyber": "standard"}},
+    {"image": {"context_compression": "auto"}}, {"tool_choice": None},
+    {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "name": "get_weather", "mode": None}},
+    {"tools": [TOOL], "tool_choice": {
+        "type": "allowed_tools", "mode": "auto",
+        "tools": [{"type": "function", "name": "get_weather"}] * 2}},
     {"tools": [{**TOOL, "async": False, "defer_loading": False, "allowed_callers": ["direct"]}]},
 ]  # fmt: skip
 
@@ -213,7 +221,6 @@ def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"moderation": {"model": "x"}}, "moderation"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
@@ -260,6 +267,19 @@ def test_a_value_is_told_as_the_client_wrote_it(server: LiveServer) -> None:
         ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
         ({"tools": [{**TOOL, "async": True}]}, "invalid_value", "tools[0].async"),
         ({"reasoning": {"mode": "pro"}}, "invalid_value", "reasoning.mode"),
+        ({"include": ["file_search_call.results", "message.output_text.logprobs"]},
+         "invalid_value", "include[1]"),
+        ({"tool_choice": {"type": "web_search"}}, "invalid_value", "tool_choice.type"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "invalid_value", "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": 5}}, "invalid_value",
+         "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
+         "invalid_value", "tool_choice.tools[0].name"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}",
+                     "namespace": "n"}]}, "unknown_parameter", "input[0].namespace"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x",
+                     "name": ["f"]}]}, "invalid_value", "input[0].name"),
         ({"frobnicate": 1}, "unknown_parameter", "frobnicate"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "unknown_parameter",
          "input[0].encrypted_content"),

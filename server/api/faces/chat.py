@@ -27,6 +27,7 @@ from server.api.answer import (
 from server.api.bodies import (
     BodyPart,
     GenerationBody,
+    Kinds,
     Neutral,
     Path,
     aliases,
@@ -50,7 +51,15 @@ from server.api.shapes import (
     PromptLogprobs,
     Shape,
 )
-from server.api.tools import FUNCTION_NAME, MAX_TOOLS, CallStart, Tool, ToolEvent
+from server.api.tools import (
+    FUNCTION_NAME,
+    MAX_TOOLS,
+    CallStart,
+    Mode,
+    Tool,
+    ToolChoice,
+    ToolEvent,
+)
 from server.errors import InvalidRequestError, UnsupportedFieldError
 from server.types import INT31, Delta, TokenLogprob
 
@@ -64,32 +73,36 @@ _CONTENT = {
 }
 
 
-def _typed(kind: str, inner: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an object with a type and, under its name, an object of `inner`."""
-    return {
-        "type": "object",
-        "properties": {
-            "type": {"const": kind},
-            kind: {"type": "object", "properties": inner, "required": list(inner)},
-        },
-        "required": ["type", kind],
-    }
+class FunctionNameBody(BodyPart):
+    """The function that a tool_choice names."""
+
+    name: str
 
 
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        _typed("function", {"name": {"type": "string"}}),
-        _typed(
-            "allowed_tools",
-            {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": {"type": "object"}},
-            },
-        ),
-        {"type": "null"},
-    ]
-}
+class ChosenFunctionBody(BodyPart):
+    """A tool_choice of one function, and one of allowed_tools."""
+
+    type: Literal["function"]
+    function: FunctionNameBody
+
+
+class AllowedToolsBody(BodyPart):
+    """tool_choice.allowed_tools: the functions that may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunctionBody] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class ChosenAllowedBody(BodyPart):
+    """A tool_choice of several functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsBody
+
+
+_TOOL_CHOICE = Kinds.by(
+    "type", {"function": ChosenFunctionBody, "allowed_tools": ChosenAllowedBody}, other=Mode
+)
 
 
 class CalledFunctionBody(BodyPart):
@@ -105,9 +118,8 @@ class ToolCallBody(BodyPart):
 
     index: int | None = None
     id: str = Field(min_length=1, max_length=256)
-    type: Literal["function", "custom"] = "function"
-    function: CalledFunctionBody | None = None
-    custom: Any = None
+    type: Literal["function"] = "function"
+    function: CalledFunctionBody
 
 
 class MessageBody(BodyPart):
@@ -158,10 +170,14 @@ class FunctionBody(BodyPart):
 class ToolBody(BodyPart):
     """One tool."""
 
-    type: Literal["function", "custom"] = "function"
-    function: FunctionBody | None = None
-    custom: Any = None
+    type: Literal["function"] = "function"
+    function: FunctionBody
     cache_control: Any = Field(None, description="of other vendors' prompt caches; changes nothing")
+
+
+def tool_of(function: FunctionBody, at: str) -> Tool:
+    """The tool that a function is. at: where it lies in the body."""
+    return Tool(function.name, function.description, function.parameters, bool(function.strict), at)
 
 
 _OLD_FORM = "it is OpenAI's old form; use "
@@ -201,10 +217,10 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    tool_choice: Annotated[Any, _TOOL_CHOICE] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=64)
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
     # vLLM's.
     add_generation_prompt: bool | None = None
@@ -214,7 +230,6 @@ class ChatBody(GenerationBody):
 
 def chat_of(body: ChatBody) -> Chat:
     """The Chat of a body. Raises the client's errors (4xx)."""
-    check_tier(body.service_tier)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise UnsupportedFieldError(
             f"every choice is returned; it must equal n, {body.n or 1}.", at="best_of"
@@ -228,8 +243,11 @@ def chat_of(body: ChatBody) -> Chat:
         turns=turns_of(body.messages),
         max_tokens=body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())],
-        tool_choice=body.tool_choice,
+        tools=[
+            tool_of(tool.function, f"tools[{i}].function")
+            for i, tool in enumerate(body.tools or ())
+        ],
+        tool_choice=_choice_of(body.tool_choice),
         parallel=body.parallel_tool_calls is not False,
         form=format_of(body.response_format),
         effort=body.reasoning_effort,
@@ -239,31 +257,15 @@ def chat_of(body: ChatBody) -> Chat:
     )
 
 
-def check_tier(tier: str | None) -> None:
-    """Raise UnsupportedFieldError for a service_tier that there is not."""
-    if tier not in (None, "auto", "default"):
-        raise UnsupportedFieldError(
-            f"{tier} is not available here, only auto and default.", at="service_tier"
-        )
-
-
-def _function_of(body: ToolBody | ToolCallBody, at: str) -> Any:
-    if body.type != "function" or body.custom is not None:
-        raise UnsupportedFieldError("only function tools are available.", at=f"{at}.type")
-    if body.function is None:
-        raise required(f"{at}.function")
-    return body.function
-
-
-def _tool(tool: ToolBody, at: str) -> Tool:
-    function: FunctionBody = _function_of(tool, at)
-    return Tool(
-        function.name,
-        function.description,
-        function.parameters,
-        bool(function.strict),
-        f"{at}.function",
-    )
+def _choice_of(choice: Any) -> ToolChoice:
+    if isinstance(choice, ChosenFunctionBody):
+        return "required", {choice.function.name: "tool_choice.function.name"}
+    if isinstance(choice, ChosenAllowedBody):
+        at, inner = "tool_choice.allowed_tools.tools", choice.allowed_tools
+        return inner.mode, {
+            tool.function.name: f"{at}[{i}].function.name" for i, tool in enumerate(inner.tools)
+        }
+    return choice or "auto", {}
 
 
 _OF_ALL_ROLES = frozenset({"role", "id", "cache_control"})
@@ -300,7 +302,12 @@ def turns_of(messages: Sequence[MessageBody]) -> list[Turn]:
                 message.name,
                 message.reasoning_content,
                 tuple(
-                    _call(call, f"{at}.tool_calls[{k}]")
+                    Call(
+                        call.id,
+                        call.function.name,
+                        call.function.arguments,
+                        f"{at}.tool_calls[{k}].function",
+                    )
                     for k, call in enumerate(message.tool_calls or ())
                 ),
                 message.tool_call_id,
@@ -319,11 +326,6 @@ def _content(message: MessageBody, at: str) -> str:
         if message.tool_calls:
             return ""
     raise required(f"{at}.content")
-
-
-def _call(call: ToolCallBody, at: str) -> Call:
-    function: CalledFunctionBody = _function_of(call, at)
-    return Call(call.id, function.name, function.arguments, f"{at}.function")
 
 
 # --- the answer -----------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from starlette.responses import Response
 from server.api.answer import token_usage
 from server.api.bodies import (
     BodyPart,
+    CacheOptions,
     Kinds,
     ModelName,
     content_schema,
@@ -367,13 +368,6 @@ def _few(questions: Any) -> Any:
     if isinstance(questions, list) and len(questions) > MAX_QUESTIONS:
         raise LimitExceededError(f"at most {MAX_QUESTIONS}; got {len(questions)}.", at="questions")
     return questions
-
-
-class CacheOptions(BodyPart):
-    """Options of the prompt cache; change nothing here."""
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: Literal["30m"] | None = None
 
 
 class DecisionBody(BodyPart):

@@ -26,7 +26,7 @@ TEXTS: Mapping[str, str] = {
     "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
 }  # fmt: skip
 _IGNORED = frozenset(
-    {"id", "status", "type", "phase", "annotations", "logprobs", "namespace", "caller", "async",
+    {"id", "status", "type", "phase", "annotations", "logprobs", "caller", "async",
      "cache_control", "prompt_cache_breakpoint", "parsed", "parsed_arguments"}
 )  # fmt: skip
 _ROLES = ("user", "assistant", "system", "developer")
@@ -41,7 +41,7 @@ def text_of(content: Any, at: str) -> str:
 class Items:
     """How a route reads items. calls: types of calls, and the member that holds what is called
     with. further: types of items that are no turns. reads: the text of a content, and where it
-    lies. has_spaces: whether a call's namespace is part of its name."""
+    lies. has_spaces: whether a call's namespace is part of its name; elsewhere tools have none."""
 
     calls: Mapping[str, str]
     further: tuple[str, ...] = ()
@@ -122,11 +122,13 @@ class Items:
                 )
             refuse_members(item, {"role", "content", *_IGNORED}, at)
             return Turn(role, self.reads(item.get("content"), f"{at}.content"), at)
+        known = {"call_id", "name", *(["namespace"] if self.has_spaces else []), *_IGNORED}
         called = kind.removesuffix("_output") if isinstance(kind, str) else ""
         if called != kind and called in self.calls:
-            refuse_members(item, {"call_id", "output", *_IGNORED}, at)
+            refuse_members(item, {"output", *known}, at)
             told = self.reads(item.get("output"), f"{at}.output")
-            return Turn("tool", told, at, call_id=_text(item, "call_id", at))
+            name = None if item.get("name") is None else _text(item, "name", at)
+            return Turn("tool", told, at, name, call_id=_text(item, "call_id", at))
         if not isinstance(kind, str) or kind not in self.calls:
             raise UnsupportedFieldError(
                 f"{echoed(kind, 40)} is not available; only {', '.join(self.types)} are, because "
@@ -134,7 +136,7 @@ class Items:
                 at=f"{at}.type",
             )
         what = self.calls[kind]
-        refuse_members(item, {"call_id", "name", what, *_IGNORED}, at)
+        refuse_members(item, {what, *known}, at)
         name, space = _text(item, "name", at), item.get("namespace")
         name = f"{space}.{name}" if self.has_spaces and space else name
         call = Call(_text(item, "call_id", at), name, _text(item, what, at, may_be_empty=True), at)

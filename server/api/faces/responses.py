@@ -31,20 +31,27 @@ from server.api.bodies import (
 )
 from server.api.chats import Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
-from server.api.faces.chat import FunctionBody, check_tier
+from server.api.faces.chat import FunctionBody, tool_of
 from server.api.faces.items import TEXTS, Item, Items
 from server.api.grammars import OutputFormat
 from server.api.order import Names, Order, Target
 from server.api.route_context import RouteContext, StreamWriter, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
-from server.api.tools import FUNCTION_NAME, MAX_TOOLS, ArgumentsPiece, CallStart, Tool, ToolEvent
+from server.api.tools import (
+    FUNCTION_NAME,
+    MAX_TOOLS,
+    ArgumentsPiece,
+    CallStart,
+    Mode,
+    ToolChoice,
+    ToolEvent,
+)
 from server.errors import InvalidRequestError, TailorError, UnsupportedFieldError, echoed
 from server.types import INT31, Delta
 
 # --- the body -------------------------------------------------------------------------------------
 
 _ITEMS = Items({"function_call": "arguments"}, ("item_reference", "reasoning"))
-_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
 _NOT_STORED = "conversations are not stored here; send the whole one as input"
 _ONE = "a response is one message"
 
@@ -74,6 +81,26 @@ class FunctionToolBody(FunctionBody):
 _TOOL = Kinds.by("type", {"function": FunctionToolBody})
 
 
+class ChosenFunctionBody(BodyPart):
+    """A tool_choice of one function, and one of allowed_tools."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ChosenAllowedBody(BodyPart):
+    """A tool_choice of several functions."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunctionBody] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+_TOOL_CHOICE = Kinds.by(
+    "type", {"function": ChosenFunctionBody, "allowed_tools": ChosenAllowedBody}, other=Mode
+)
+
+
 class ReasoningBody(BodyPart):
     """reasoning. There are no summaries; auto is accepted and gives none."""
 
@@ -84,19 +111,24 @@ class ReasoningBody(BodyPart):
     mode: Literal["standard"] | None = None
 
 
+_WITHOUT_SUCH = Literal[
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "reasoning.encrypted_content",
+    "web_search_call.action.sources", "web_search_call.results",
+]  # fmt: skip
+
+
 class ResponsesBody(GenerationBody):
     """POST /v1/responses."""
 
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = {
         **GenerationBody.NEUTRAL,
         "background": ((False,), "requests are answered while the client waits"),
-        "include": (
-            ([], ["reasoning.encrypted_content"]), "there is nothing more to include",
-        ),
         "previous_response_id": ((), _NOT_STORED),
         "conversation": ((), _NOT_STORED),
         "prompt": ((), "prompt templates are not stored here; use a task"),
-        "max_tool_calls": ((), "no tools run here; the client calls them"),
+        "access_programs": (({}, {"cyber": "standard"}), "there are no such programs here"),
+        "image": (({}, {"context_compression": "auto"}), "this model reads text only"),
         "top_logprobs": ((0,), "use /v1/chat/completions"),
         "truncation": (("disabled",), "conversations are never cut"),
         "context_management": (([],), "conversations are never cut"),
@@ -114,12 +146,18 @@ class ResponsesBody(GenerationBody):
     input: Annotated[Any, WithJsonSchema(_ITEMS.schema(content_schema(*TEXTS)))]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT31)
+    include: list[_WITHOUT_SUCH] | None = Field(
+        None, max_length=64, description="of what no answer here has; changes nothing"
+    )
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="of tools that a server runs; there are none here"
+    )
     tools: list[Annotated[Any, _TOOL]] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
+    tool_choice: Annotated[Any, _TOOL_CHOICE] = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
 
 
@@ -161,7 +199,6 @@ class KeptItems:
 
 def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: None) -> Chat:
     """The Chat of a body. kept: the item that an id names. Raises the client's errors (4xx)."""
-    check_tier(body.service_tier)
     if body.store:
         raise UnsupportedFieldError(
             "responses are not stored, and only the last items are kept in memory; only false is "
@@ -209,17 +246,22 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: 
         ),
         turns=turns,
         max_tokens=body.max_output_tokens,
-        tools=[
-            Tool(tool.name, tool.description, tool.parameters, bool(tool.strict), f"tools[{i}]")
-            for i, tool in enumerate(body.tools or ())
-        ],
-        tool_choice=body.tool_choice,
-        nests=False,
+        tools=[tool_of(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())],
+        tool_choice=_choice_of(body.tool_choice),
         parallel=body.parallel_tool_calls is not False,
         form=output,
         effort=None if body.reasoning is None else body.reasoning.effort,
         variables=body.chat_template_kwargs,
     )
+
+
+def _choice_of(choice: Any) -> ToolChoice:
+    if isinstance(choice, ChosenFunctionBody):
+        return "required", {choice.name: "tool_choice.name"}
+    if isinstance(choice, ChosenAllowedBody):
+        tools = enumerate(choice.tools)
+        return choice.mode, {tool.name: f"tool_choice.tools[{i}].name" for i, tool in tools}
+    return choice or "auto", {}
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -270,7 +312,7 @@ class ResponseAnswer(Shape, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: Count | None
-    max_tool_calls: None = None
+    max_tool_calls: Count | None
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
@@ -471,12 +513,14 @@ def _begun(order: Order) -> ResponseAnswer:
     if body.text is not None and body.text.format is not None:
         form = body.text.format.model_dump(by_alias=True, exclude_none=True)
     effort = None if body.reasoning is None else body.reasoning.effort
+    choice = body.tool_choice
     return ResponseAnswer(
         id=order.request_id,
         created_at=int(time.time()),
         status="in_progress",
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
         model=order.target.label,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -484,7 +528,7 @@ def _begun(order: Order) -> ResponseAnswer:
         service_tier="default",
         temperature=request.sampling.temperature,
         text=TextSettings(format=form),
-        tool_choice=body.tool_choice or "auto",
+        tool_choice=choice.model_dump() if isinstance(choice, BodyPart) else choice or "auto",
         tools=[tool.model_dump(by_alias=True) for tool in body.tools or ()],
         top_p=request.sampling.top_p if body.top_p is None else body.top_p,
         user=body.user,
