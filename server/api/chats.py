@@ -8,6 +8,7 @@ answer may fill the context.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from server.api.grammars import Wanted, grammar_of_prepared
 from server.api.order import Generation, Orders, Target, rules_of
 from server.api.route_context import TextFace
 from server.api.tools import (
+    FUNCTION_NAME,
     ChosenTools,
     ForcedCall,
     Tool,
@@ -272,6 +274,10 @@ class ChatFace(TextFace[_B]):
 
 
 def _shown_call(call: Call) -> dict[str, Any]:
+    if not re.fullmatch(FUNCTION_NAME, call.name):
+        raise InvalidRequestError(
+            f"no function has such a name: {echoed(call.name)}.", at=f"{call.at}.name"
+        )
     arguments: dict[str, Any] = {}
     if call.arguments.strip():  # some clients send "" for a call without arguments
         try:
@@ -304,7 +310,12 @@ def _variables(chat: Chat, template: ChatTemplate, with_tools: bool) -> dict[str
             raise InvalidRequestError(f"must be {told}; got {echoed(value)}.", at=at)
         variables[name] = value
     if chat.effort is not None:
-        variables |= _effort(chat, chat.effort, template, with_tools)
+        for name, value in _effort(chat, chat.effort, template, with_tools).items():
+            if variables.setdefault(name, value) != value:
+                other = chat.body.called("chat_template_kwargs", name)
+                raise InvalidRequestError(
+                    f"this and {other} contradict each other.", at=chat.names["reasoning_effort"]
+                )
     return variables
 
 

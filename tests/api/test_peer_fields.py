@@ -317,6 +317,11 @@ def test_reasoning_effort_switches_thinking(server: LiveServer, engines: Engines
     ids = [request.prompt_ids for request in engines["hermes"].submitted]
     off, on = ids[4:]
     assert off != on and ids[:4] == [off, off, on, on]
+    assert chat(server, reasoning_effort="none", think=False).status_code == 200
+    told = check(
+        chat(server, reasoning_effort="low", think=False), 400, "invalid_value", "reasoning_effort"
+    )
+    assert told == "reasoning_effort: this and think contradict each other."
 
 
 # --- errors ---

@@ -51,15 +51,7 @@ from server.api.shapes import (
     PromptLogprobs,
     Shape,
 )
-from server.api.tools import (
-    FUNCTION_NAME,
-    MAX_TOOLS,
-    CallStart,
-    Mode,
-    Tool,
-    ToolChoice,
-    ToolEvent,
-)
+from server.api.tools import FUNCTION_NAME, MAX_TOOLS, CallStart, Mode, Tool, ToolChoice, ToolEvent
 from server.errors import InvalidRequestError, UnsupportedFieldError
 from server.types import INT31, Delta, TokenLogprob
 
@@ -108,7 +100,7 @@ _TOOL_CHOICE = Kinds.by(
 class CalledFunctionBody(BodyPart):
     """Name and arguments (JSON text) of a call that was made."""
 
-    name: str = Field(pattern=FUNCTION_NAME)
+    name: str
     arguments: str
     parsed_arguments: Any = Field(None, description="of OpenAI's helpers; changes nothing")
 

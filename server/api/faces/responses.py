@@ -7,7 +7,6 @@ One ResponseWriter makes the whole answer and OpenAI's events, so they agree.
 from __future__ import annotations
 
 import itertools
-import re
 import secrets
 import time
 from collections import Counter, OrderedDict
@@ -37,16 +36,8 @@ from server.api.grammars import OutputFormat
 from server.api.order import Names, Order, Target
 from server.api.route_context import RouteContext, StreamWriter, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
-from server.api.tools import (
-    FUNCTION_NAME,
-    MAX_TOOLS,
-    ArgumentsPiece,
-    CallStart,
-    Mode,
-    ToolChoice,
-    ToolEvent,
-)
-from server.errors import InvalidRequestError, TailorError, UnsupportedFieldError, echoed
+from server.api.tools import MAX_TOOLS, ArgumentsPiece, CallStart, Mode, ToolChoice, ToolEvent
+from server.errors import InvalidRequestError, TailorError, UnsupportedFieldError
 from server.types import INT31, Delta
 
 # --- the body -------------------------------------------------------------------------------------
@@ -214,11 +205,6 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: 
         if isinstance(body.input, str)
         else _ITEMS.turns(body.input, kept)
     )
-    for call in itertools.chain.from_iterable(turn.calls for turn in turns):
-        if not re.fullmatch(FUNCTION_NAME, call.name):
-            raise InvalidRequestError(
-                f"no function has such a name: {echoed(call.name)}.", at=f"{call.at}.name"
-            )
     if body.instructions is not None:
         turns.insert(0, Turn("system", body.instructions, "instructions"))
     text = body.text or TextBody()
