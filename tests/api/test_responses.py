@@ -128,8 +128,8 @@ def test_a_tool_is_called_and_answered(server: LiveServer, engine: ScriptedEngin
     assert json.loads(call.arguments) == {"city": "Rome"} and call.status == "completed"
     engine.script = says(REPLY)
     direct = {"caller": {"type": "direct"}}
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain", **direct}
-    result |= {"name": call.name, "namespace": None}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    result |= {"name": call.name, "namespace": None, **direct}
     said = {**call.model_dump(), "parsed_arguments": {"city": "Rome"}, "async": False, **direct}
     history = [*question, said, result]
     second = client.responses.create(model="hermes", input=history, tools=[TOOL])

@@ -15,7 +15,7 @@ from server.api.faces.completions import CompletionBody
 from server.api.grammars import format_of, grammar_of, grammar_of_schema
 from server.api.order import rules_of
 from server.api.schemas import SchemaRules, close_described, prepared
-from server.api.tools import Mode, Tool, chosen_tools
+from server.api.tools import Tool, chosen_tools
 from server.config import TaskConfig
 from server.errors import RequestError, UnsupportedFieldError
 from server.grammar_text import grammar_problem
@@ -271,7 +271,7 @@ def test_schemas_that_are_made_to_take_long_do_not() -> None:
 
 
 def test_a_tool_is_judged_where_its_schema_is_held() -> None:
-    def chosen(choice: Mode, *, strict: bool = False, rules: SchemaRules | None = None) -> Any:
+    def chosen(choice: Any, *, strict: bool = False, rules: SchemaRules | None = None) -> Any:
         parameters = {"type": "object", "properties": {"tags": TAGS}}
         tool = Tool("find", None, parameters, strict=strict, at="tools[0].function")
         return chosen_tools([tool], (choice, {}), rules or SchemaRules(), parallel=True)
