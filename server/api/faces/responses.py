@@ -141,7 +141,7 @@ class ResponsesBody(GenerationBody):
         None, max_length=64, description="of what no answer here has; changes nothing"
     )
     max_tool_calls: int | None = Field(
-        None, ge=1, description="of tools that a server runs; there are none here"
+        None, ge=1, le=INT31, description="of tools that a server runs; there are none here"
     )
     tools: list[Annotated[Any, _TOOL]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[Any, _TOOL_CHOICE] = None
