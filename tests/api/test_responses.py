@@ -131,6 +131,8 @@ def test_a_tool_is_called_and_answered(server: LiveServer, engine: ScriptedEngin
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     result |= {"name": call.name, "namespace": None, **direct}
     said = {**call.model_dump(), "parsed_arguments": {"city": "Rome"}, "async": False, **direct}
+    history = [*question, said, {**result, "name": ""}]
+    assert client.responses.create(model="hermes", input=history, tools=[TOOL]).output_text == REPLY
     history = [*question, said, result]
     second = client.responses.create(model="hermes", input=history, tools=[TOOL])
     assert second.output_text == REPLY

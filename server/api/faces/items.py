@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server.api.bodies import joined_texts, refuse_members
+from server.api.bodies import joined_texts, refuse_members, says_nothing
 from server.api.chats import MAX_MESSAGES, Call, Turn
 from server.errors import (
     InvalidRequestError,
@@ -127,7 +127,7 @@ class Items:
         if called != kind and called in self.calls:
             refuse_members(item, {"output", *known}, at)
             told = self.reads(item.get("output"), f"{at}.output")
-            name = None if item.get("name") is None else _text(item, "name", at)
+            name = None if says_nothing(item.get("name")) else _text(item, "name", at)
             return Turn("tool", told, at, name, call_id=_text(item, "call_id", at))
         if not isinstance(kind, str) or kind not in self.calls:
             raise UnsupportedFieldError(
