@@ -85,7 +85,7 @@ from server.commands.options import DEFAULT_MODEL, Bar, ModelOptions, WeightsFor
 from server.commands.own_engine import OwnTokenizer, own_engine
 from server.commands.quality import METRICS, estimate, exact, f1
 from server.commands.record import Answer, Prompt, answered, ask_engine, in_order
-from server.datasets import ExampleReader, tokenize_in_place
+from server.datasets import ExampleReader
 from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.model.scoring import Scores, Text, compare, score
@@ -370,10 +370,11 @@ class SlicedTask:
 
 def in_ids(pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> list[Example]:
     """(prompt, output) in ids: prompts as they are served, outputs as they stand behind them."""
+    reader = ExampleReader(tokenizer, 0)
     return [
         Example(
             np.asarray(tokenizer.encode(prompt).ids, np.int32),
-            np.asarray(tokenize_in_place(tokenizer, prompt, out, 0)[1][:-1], np.int32),
+            np.asarray(reader.of({"prompt": prompt, "completion": out}, "")[1][:-1], np.int32),
         )
         for prompt, out in pairs
     ]

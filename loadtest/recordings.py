@@ -18,7 +18,7 @@ from drafters.replay import Recording, read_recordings
 from loadtest.options import listed
 from loadtest.prompts import data_sets, read_examples
 from server.commands.options import DEFAULT_MODEL, as_options
-from server.datasets import open_table, tokenize_in_place
+from server.datasets import ExampleReader, open_table
 from server.token_bytes import TokenBytes
 from vocab_store.profile import model_facts
 from vocab_store.slice import RequiredIds
@@ -94,7 +94,8 @@ class SetOptions:
             path = self.recorded / name / f"{split}.jsonl"
             return list(itertools.islice(read_recordings(path), num)) if path.is_file() else []
         assert self.data is not None
+        reader = ExampleReader(ids.tokenizer, ids.eos)
         return [
-            Recording(*tokenize_in_place(ids.tokenizer, one.prompt, one.completion, ids.eos))
+            Recording(*reader.of({"prompt": one.prompt, "completion": one.completion}, name))
             for one in itertools.islice(read_examples(self.data, name, split), num)
         ]

@@ -115,7 +115,7 @@ from loadtest.recordings import Ids, SetOptions, open_ids
 from server.commands.options import Bar, ModelOptions, as_options
 from server.commands.own_engine import own_engine
 from server.commands.record import Answer, Prompt, ask_engine, in_order
-from server.datasets import tokenize_in_place
+from server.datasets import ExampleReader
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
@@ -506,10 +506,9 @@ def repeats(*, sets: SetOptions = _SETS, options: TableOptions = _TABLE) -> int:
     used = list(itertools.islice(texts, sets.examples))
     for kind in (corrected, replaced, called):
         rng = random.Random(0)
-        tests = [
-            Recording(*tokenize_in_place(ids.tokenizer, *kind(words, rng), ids.eos))
-            for words in used
-        ]
+        reader = ExampleReader(ids.tokenizer, ids.eos)
+        pairs = (kind(words, rng) for words in used)
+        tests = [Recording(*reader.of({"prompt": p, "completion": out}, "")) for p, out in pairs]
         for budget in numbers(options.budgets, "--budgets"):
             cell: dict[str, Any] = {"data": kind.__name__, "nodes": budget, "requests": len(tests)}
             cells.append(cell | cell_of({c: made[c](tests, budget) for c in wanted}, "auto"))

@@ -266,26 +266,14 @@ def ids_of(value: object, where: str, key: str, vocab_size: int = 1 << 31) -> li
 # --- examples -------------------------------------------------------------------------------------
 
 
-def tokenize_in_place(
-    tokenizer: Any, prompt: str, completion: str, eos_token_id: int, joint: str = " "
-) -> Example:
-    """(prompt ids, output ids) as a model would see and emit them; the output ends with EOS.
-
-    joint: put between the two where neither side has a blank. Where prompt and completion join in
-    one token, it belongs to the output: a model given the shorter prompt would emit it. What the
-    tokenizer puts before every text is not there.
-    """
-    alone = tokenizer.encode(prompt, add_special_tokens=False).ids
-    whole = tokenizer.encode(_joined(prompt, completion, joint), add_special_tokens=False).ids
-    return _cut(alone, whole, eos_token_id)
-
-
 def _joined(prompt: str, completion: str, joint: str) -> str:
     blank = not prompt or prompt[-1:].isspace() or completion[:1].isspace()
     return prompt + ("" if blank else joint) + completion
 
 
 def _cut(alone: Sequence[int], whole: Sequence[int], eos_token_id: int) -> Example:
+    """(prompt ids, output ids). Where the two join in one token, it belongs to the output: a model
+    given the shorter prompt would emit it."""
     pairs = enumerate(zip(alone, whole, strict=False))
     shared = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(whole)))
     return list(whole[:shared]), [*whole[shared:], eos_token_id]
