@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 _WORD = re.compile(r"\w+")
@@ -48,12 +47,14 @@ def f1(gold: str, output: str) -> float:
 def rouge_l(gold: str, output: str) -> float:
     """F1 of the longest common subsequence of words."""
     ours, theirs = _words(output), _words(gold)
-    row = [0] * (len(theirs) + 1)
+    places: Counter[str] = Counter()  # a bit for each place of the word in the other text
+    for at, word in enumerate(theirs):
+        places[word] += 1 << at
+    every = free = (1 << len(theirs)) - 1  # a place loses its bit where the subsequence grows
     for word in ours:
-        before = 0
-        for j, other in enumerate(theirs, 1):
-            before, row[j] = row[j], before + 1 if word == other else max(row[j], row[j - 1])
-    return _f1(row[-1], len(ours), len(theirs))
+        hits = free & places[word]
+        free = (free + hits | free - hits) & every
+    return _f1((every ^ free).bit_count(), len(ours), len(theirs))
 
 
 def json_fields(gold: str, output: str) -> float:
@@ -83,10 +84,13 @@ def repetition(output: str) -> float:
 
 def estimate(scores: Sequence[float]) -> Estimate:
     """Mean and 95 % interval. Raises ValueError for no scores."""
+    import numpy as np
+
     if not scores:
         raise ValueError("no scores")
-    random, num = Random(0), len(scores)
-    means = sorted(sum(random.choices(scores, k=num)) / num for _ in range(_NUM_RESAMPLES))
+    num, draw = len(scores), np.random.default_rng(0).multinomial
+    values, counts = np.unique(scores, return_counts=True)
+    means = sorted(float(draw(num, counts / num) @ values) / num for _ in range(_NUM_RESAMPLES))
     low, high = means[int(0.025 * _NUM_RESAMPLES)], means[int(0.975 * _NUM_RESAMPLES)]
     return Estimate(sum(scores) / num, low, high, num)
 

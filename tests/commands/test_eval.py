@@ -33,6 +33,7 @@ def test_scores_of_known_pairs() -> None:
     assert f1("a a b", "a b b") == pytest.approx(2 * 2 / 6)
     assert f1("", "") == 1.0 and f1("x", "") == 0.0
     assert rouge_l("a b c d", "a c b d") == pytest.approx(6 / 8)
+    assert rouge_l("a b " * 20_000, "b a " * 20_000) == pytest.approx(1 - 1 / 40_000), "in no hour"
     assert json_fields('{"a": 1, "b": [1, 2]}', '{"b": [1, 2], "a": 1}') == 1.0
     assert json_fields('{"a": 1, "b": 2}', '{"a": 1, "b": 3}') == 0.5
     assert json_fields('{"a": 1}', '{"a": "1"}') == 0.0, "a number is no string"
