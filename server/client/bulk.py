@@ -271,15 +271,20 @@ class BulkRun:
             if asked is None or isinstance(asked, str):
                 asked = Fields(prompt_field=named).prompt_of(row, at)
             extra = {} if is_table else row.get("request", {})
-            if not isinstance(extra, dict) or extra.get("stream"):
+            own = {"model": self.task, "messages" if has_messages else "prompt": asked}
+            if (
+                not isinstance(extra, dict)
+                or extra.get("stream")
+                or any(extra.get(name) not in (None, value) for name, value in own.items())
+            ):
                 raise BulkError(
-                    f"{at}: request must be an object of request fields, without stream"
+                    f"{at}: request must be an object of request fields, without stream and "
+                    f"another {' or '.join(own)}"
                 )
             body = {
                 **({} if self.max_tokens is None else {"max_tokens": self.max_tokens}),
                 **extra,
-                "model": self.task,
-                "messages" if has_messages else "prompt": asked,
+                **own,
                 "include_speculation": True,
             }
             try:

@@ -137,6 +137,8 @@ def test_answers_to_other_prompts_are_noticed(server: LiveServer, tmp_path: Path
         ('{"id": 1}', "prompt: is missing .there are: id."),
         ('{"prompt": "a", "messages": []}', "either a prompt or messages"),
         ('{"prompt": "a", "request": {"stream": true}}', "without stream"),
+        ('{"prompt": "a", "request": {"model": "other"}}', "without stream and another model or p"),
+        ('{"prompt": "a", "request": {"prompt": "b"}}', "another model or prompt"),
         ('{"prompt": NaN}', "a number that JSON does not have"),
         ('"\\ud800"', "half a character"),
         ('"\udcff"', "not UTF-8"),
