@@ -286,7 +286,7 @@ def make_drafter(name: str, **given: Any) -> Drafter:
         parameter = by_key.get(key, key)
         if parameter not in known:
             raise ValueError(
-                f"drafter {name!r} has no option {key!r}; it has: {', '.join(known) or 'none'}"
+                f"drafter {name!r} has no option {key!r}; it has: {', '.join(by_key) or 'none'}"
             )
         values[parameter] = value
     own = {one.name for one in spec.fields}

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from drafters.target import chosen
+from drafters.target import NATIVE, chosen, runs_here
 from server import __version__
 from server.errors import ConfigError, TailorError
 from server.machine import has_terminal
@@ -281,9 +281,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     try:
         try:
-            chosen()  # told before what asks it is imported
+            target = chosen()  # told before what asks it is imported
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if target.name != NATIVE and not runs_here(target):
+            raise ConfigError(f"TAILOR_CPU={target.name}: this machine's CPU does not run it")
         app = build_app()
         chain, apps, rest = app.parse_commands(words)
         if apps[-1].default_command is None and not rest:  # half a command

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from server.config.cluster import load_cluster_config
 
@@ -12,7 +14,10 @@ if TYPE_CHECKING:
     from server.fleet.parts import FleetParts
 
 
-def up(file: Path, /) -> int:
+ClusterFile = Annotated[Path, Parameter(name="FILE", help="the cluster.yaml")]
+
+
+def up(file: ClusterFile, /) -> int:
     from server import logs
     from server.fleet.local import up as run
 
@@ -26,7 +31,7 @@ def up(file: Path, /) -> int:
     return run(cluster, parts, on_ready, lambda: _checked(file))
 
 
-def check(file: Path, /) -> int:
+def check(file: ClusterFile, /) -> int:
     from server.wiring.task_set import server_tasks
 
     cluster, parts = _checked(file)

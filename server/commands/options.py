@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
@@ -75,8 +75,10 @@ def _check_output(_: Any, output: Path | None) -> None:
 
 
 def _check_folder(_: Any, folder: Path | None) -> None:
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: is no folder")
+    if folder is not None:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder}: is no folder")
+        check_place(folder / "file")
 
 
 Device = Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)", validator=_check_device)]
@@ -144,13 +146,7 @@ class SamplingOptions:
 
     def fields(self) -> dict[str, Any]:
         """What was given, as fields of a request's body."""
-        given = {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "stop": list(self.stop) or None,
-            "seed": self.seed,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
 
 
 @as_options
@@ -171,7 +167,7 @@ class CallOptions:
         from server.client.http import Endpoint
 
         key = self.api_key or os.environ.get("TAILOR_API_KEY") or None
-        if key and not (key.isascii() and key.isprintable()):
+        if key and not (key.isascii() and key.isprintable() and " " not in key):
             source = "--api-key" if self.api_key else "TAILOR_API_KEY"
             raise ConfigError(f"{source}: a key is printable ASCII without spaces")
         return Endpoint(self.url or DEFAULT_URL, key)
