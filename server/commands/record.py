@@ -198,8 +198,7 @@ def replay(
     words += ["--corpus", str(corpus)] if corpus is not None else []
     words += ["--limit", str(limit)] if limit is not None else []
     words += ["--prefill"] if prefill else []
-    for pair in option:
-        words += ["--option", pair]
+    words += [f"--option={pair}" for pair in option]
     return min(1, main(words, "tailor"))
 
 

@@ -159,7 +159,6 @@ def _why(best: Choice | None, material: Material) -> dict[str, Any]:
             for name, (_, hits) in sorted(best.forecast.by_source.items(), key=lambda s: -s[1][1])
             if hits
         }
-        why["propose_us"] = round(1e6 * best.forecast.propose_s, 1)
     return why
 
 
@@ -182,9 +181,6 @@ def _report(run: Tuning, best: Choice | None, gains: dict[int, Expected]) -> dic
         ),
         "drafter": "off" if best is None else best.drafter,
         "max_draft_tokens": 0 if best is None else best.budget,
-        "expected_decode_speedup": (
-            1.0 if best is None else round(best.forecast.decode_speedup, 3)
-        ),
         "busy": round(run.busy, 2) if run.busy > BUSY else None,
         "vocabulary": {},
         "weights": {},

@@ -79,8 +79,7 @@ class Taken:
 
     num_tokens: output tokens after each first one. num_steps: decode steps, the one that ends a
     prompt not counted. plain_s, seconds: of each output without drafts and with them. Of recordings
-    alone: num_rows: draft rows; prefill_s: the part of plain_s up to the first tokens; by_source:
-    nodes drafted and accepted; propose_s: of a proposal, the median.
+    alone: num_rows: draft rows; by_source: nodes drafted and accepted.
     """
 
     num_tokens: int = 0
@@ -88,9 +87,7 @@ class Taken:
     num_rows: int = 0
     plain_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    prefill_s: float = 0.0
     by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
-    propose_s: float = 0.0
 
     @property
     def tokens_per_step(self) -> float:
@@ -101,12 +98,6 @@ class Taken:
     def speedup(self) -> float:
         """Of whole requests, prompts included: above 1 is faster than without drafts."""
         return sum(self.plain_s) / sum(self.seconds)
-
-    @property
-    def decode_speedup(self) -> float:
-        """Of what comes after the prompts alone."""
-        with_drafts = max(sum(self.seconds) - self.prefill_s, 1e-12)
-        return max(sum(self.plain_s) - self.prefill_s, 1e-12) / with_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +125,6 @@ class Pricing:
         told, steps = priced.told, found.num_steps
         told.num_tokens, told.num_steps = sum(found.num_tokens), sum(steps)
         told.num_rows, told.by_source = found.num_drafted, found.by_source
-        told.propose_s = float(np.median(found.propose_s))
         return told
 
     def prompt_s(self, num_cached: int, prompt_len: int) -> float:
@@ -185,7 +175,6 @@ class _Priced:
         steps = len(recording.output_ids) - 1
         told.plain_s.append(prompt_s + steps * self._step_s(0, num + 0.5 * steps))
         told.seconds.append(0.0)
-        told.prefill_s += prompt_s
         self._session = self._drafter.open(list(map(int, prompt_ids)))
         self._ids = np.array([*prompt_ids, *recording.output_ids], np.int32)
         self._length, self._told, self._prompt_s = num, num, prompt_s
@@ -287,7 +276,7 @@ def replay_all(run: Tuning, pricing: Pricing) -> list[Choice]:
             drafter = run.drafter(name, label, options)
             return asdict(pricing.replay(drafter, run.material.held, budget))
 
-        found = run.kept.once(f"replay {(name, label, budget, options)}", replayed)
+        found = run.kept.once(f"taken {(name, label, budget, options)}", replayed)
         return Choice(name, label, budget, Taken(**found), options)
 
     budgets = run.budgets
@@ -394,7 +383,7 @@ def forecast_gains(run: Tuning, best: Choice | None, pricing: Pricing) -> dict[i
         drafter = run.drafter(best.drafter, best.corpus, best.options)
         return asdict(pricing.replay(drafter, run.material.held, best.budget, MANY_STREAMS))
 
-    many = Taken(**run.kept.once(f"replay {MANY_STREAMS} streams", replayed))
+    many = Taken(**run.kept.once(f"taken by {MANY_STREAMS} streams", replayed))
     return {1: best.forecast, MANY_STREAMS: many}
 
 
@@ -521,11 +510,8 @@ def vocabulary(
         "ids": profile.slice.num_ids,
         "share": round(profile.slice.share, 4),
         "miss_rate": round(profile.miss_rate or 0.0, 5),
-        "outputs_with_a_miss": round(held["num_documents_missed"] / held["num_documents"], 3),
         "head_share": round(share, 3),
         "exact_speedup": round(speedup, 3),
-        "exact_ids": profile.slice.num_ids + fill.num_fill,
-        "exact_window": fill.verify_every,
         "slice_speedup": round(full_s / slice_s, 3),
     }, (profile if exact else None)
 

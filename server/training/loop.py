@@ -64,12 +64,11 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainProgress:
-    """step of num_steps, seconds so far and those that are left; validation: nats an answer on
-    held-out examples, at the steps that measured it."""
+    """step of num_steps, seconds that are left; validation: nats an answer on held-out examples, at
+    the steps that measured it."""
 
     step: int
     num_steps: int
-    elapsed_s: float
     left_s: float
     validation: float | None = None
 
@@ -192,9 +191,7 @@ def train(
         # Steps tell, not `done`: that has the clock's share, also of what ran before a stop.
         each = stepping / (state.step - first)
         left = min((run.num_steps - state.step) * each, limit - state.elapsed_s)
-        report(
-            TrainProgress(state.step, run.num_steps, state.elapsed_s, max(0.0, left), validation)
-        )
+        report(TrainProgress(state.step, run.num_steps, max(0.0, left), validation))
         if clock() - saved > options.save_every_s:
             run.save()
             saved = clock()

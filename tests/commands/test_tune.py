@@ -161,7 +161,7 @@ def test_a_task_that_repeats_itself_gets_its_corpus(in_turn: dict[str, Written])
     assert corpus.num_documents == report["examples"] == 60
     assert report["held_back"] == 12 and report["recorded"] == 0
     assert report["tokens_per_step"] > 4
-    assert 3 < report["expected_speedup"] <= report["expected_decode_speedup"]
+    assert report["expected_speedup"] > 3
     assert report["why"]["corpus_bigram_coverage"] == 1.0
     assert report["vocabulary"]["miss_rate"] == 0.0
     # The reasons are in the file, as comments.

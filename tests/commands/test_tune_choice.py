@@ -144,7 +144,7 @@ def test_drafts_that_come_true_are_priced_by_their_steps() -> None:
     asked_s = host.asking(1)
     steps_s = found.num_steps * (104.0 + host.plain(1) + asked_s) + 3 * (106.0 + asked_s)
     assert sum(found.seconds) == pytest.approx(steps_s, rel=0.02)
-    assert found.decode_speedup > found.speedup > 3.0
+    assert found.speedup > 3.0
 
 
 def test_nodes_that_cost_as_much_as_steps_or_never_come_are_not_taken() -> None:
@@ -173,7 +173,7 @@ def test_a_prompt_s_blocks_that_an_earlier_one_has_cost_nothing() -> None:
     apart = [Recording([3 + i] * 17, [4, 5]) for i in range(4)]
     costs = [_replay(oracle_drafter([[1]]), 10.0, recordings) for recordings in (shared, apart)]
     size = fake_info().block_size
-    saved = costs[1].prefill_s - costs[0].prefill_s
+    saved = sum(costs[1].plain_s) - sum(costs[0].plain_s)
     assert saved == pytest.approx(3 * 10.0 * (16 // size * size))
 
 
