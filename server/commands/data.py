@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 
+_T = TypeVar("_T")
 _SEED = 20
 _LEAST = 20  # examples
 _WHAT = "JSON lines, CSV or Parquet with a prompt and a completion, or messages"
@@ -138,13 +139,31 @@ def read_task_data(
     *,
     max_held_out: int = 300,
 ) -> TaskData:
-    """The examples of `files`, shuffled by a fixed seed; a tenth is held back. Raises ConfigError
-    for files that cannot be read and for fewer than 20 examples."""
+    """The examples of `files`, shuffled by a fixed seed; a tenth is held back (`hold_back`), by row
+    where none of the prompts is as rare. Raises ConfigError for files that cannot be read and for
+    fewer than 20 examples."""
     text = open_text(model, fields)
     examples = list(text.reader.read(files))
     if len(examples) < _LEAST:
         where = ", ".join(map(str, files))
         raise ConfigError(f"{where}: {len(examples)} examples; {_LEAST} are needed")
     random.Random(_SEED).shuffle(examples)
-    num = min(max_held_out, len(examples) // 10)
-    return TaskData(examples[num:], examples[:num], text)
+    learned, held = hold_back(examples, lambda one: tuple(one[0]) or id(one), max_held_out)
+    if not held:
+        learned, held = hold_back(examples, id, max_held_out)
+    return TaskData(learned, held, text)
+
+
+def hold_back(
+    rows: Sequence[_T], prompt_of: Callable[[_T], Hashable], most: int
+) -> tuple[list[_T], list[_T]]:
+    """(to learn from, held back): of the rows' beginning a tenth, at most `most`. Equal prompts are
+    on one side; one with more rows than are held back is learned from."""
+    num = min(most, len(rows) // 10)
+    by_prompt: dict[Hashable, list[_T]] = {}
+    for row in rows:
+        by_prompt.setdefault(prompt_of(row), []).append(row)
+    held, learned = list[_T](), list[_T]()
+    for same in by_prompt.values():
+        (held if len(held) + len(same) <= num else learned).extend(same)
+    return learned, held

@@ -29,7 +29,14 @@ from cyclopts import Parameter
 
 from drafters.atomic_file import replacing
 from drafters.json_text import object_in
-from server.commands.data import FieldOptions, as_body, chat_render, open_text, read_task_data
+from server.commands.data import (
+    FieldOptions,
+    as_body,
+    chat_render,
+    hold_back,
+    open_text,
+    read_task_data,
+)
 from server.commands.enrich import (
     BUDGETS,
     ROW_COST,
@@ -87,22 +94,21 @@ _MULTIPLY_ADDS = 3  # of a token in training, a parameter: forward, backward to 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a task's own data says of it. fields: the columns. chats: rows are messages. stop: what
-    ends an answer of a model that was not trained on the task."""
+    """What a task's own data says of it. chats: rows are messages. stop: what ends an answer of a
+    model that was not trained on the task."""
 
-    fields: FieldOptions
     metric: Literal["exact", "f1", "rouge_l", "json"]
     stop: tuple[str, ...]
     chats: bool
 
 
-def propose(turns: Sequence[Turn], fields: FieldOptions) -> Proposal:
+def propose(turns: Sequence[Turn]) -> Proposal:
     """turns: all with an output."""
     outputs = [turn.gold or "" for turn in turns]
     chats = any("messages" in turn.asked for turn in turns)
     # A chat's answer ends by itself.
     stop = next((s for s in _STOPS if not any(s in text.rstrip() for text in outputs)), None)
-    return Proposal(fields, _metric_of(outputs), () if chats or stop is None else (stop,), chats)
+    return Proposal(_metric_of(outputs), () if chats or stop is None else (stop,), chats)
 
 
 def _metric_of(outputs: Sequence[str]) -> Literal["exact", "f1", "rouge_l", "json"]:
@@ -154,18 +160,13 @@ def read_turns(data: Path, given: FieldOptions) -> tuple[list[Turn], FieldOption
 
 
 def split(turns: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
-    """(to learn from, held out): a tenth, at most 200, by a digest of what is asked, so that equal
-    prompts are on one side and further rows move none from it. A prompt with more rows than are
-    held out is learned from."""
-    num = min(_MOST_JUDGED, len(turns) // 10)
-    by_prompt: dict[str, list[Turn]] = {}
-    for turn in turns:
-        by_prompt.setdefault(_digest(turn.asked), []).append(turn)
-    held: list[Turn] = []
-    learned: list[Turn] = []
-    for _, same in sorted(by_prompt.items()):
-        (held if len(held) + len(same) <= num else learned).extend(same)
-    return learned, held
+    """(to learn from, held out) by `hold_back`, in the order of a digest of what is asked, so that
+    further rows move none to the other side."""
+
+    def prompt_of(turn: Turn) -> str:
+        return _digest(turn.asked)
+
+    return hold_back(sorted(turns, key=prompt_of), prompt_of, _MOST_JUDGED)
 
 
 def num_own_ids(turns: Sequence[Turn], tokenizer: Any) -> float:
@@ -271,14 +272,14 @@ class _Make:
 
     def __post_init__(self) -> None:
         check_file(self.data)
-        turns, found = read_turns(self.data, self.fields)
+        turns, self._columns = read_turns(self.data, self.fields)
         self._learned, self._held = split(turns)
         if len(self._held) < _LEAST_JUDGED:
             raise ConfigError(
                 f"{self.data}: {len(turns)} rows; {10 * _LEAST_JUDGED} are needed, most of them "
                 "with a prompt of their own"
             )
-        self._proposal = propose(turns, found)
+        self._proposal = propose(turns)
         self._skip = {*self.skipped, *(() if self.model.adapter is None else ("train",))}
         if "train" in self._skip:
             self._skip.add("enrich")
@@ -289,27 +290,28 @@ class _Make:
             )
         self.output = self.file.place
         self._work = self.output.with_suffix(".make")
-        begun = (self._work / "made.json").is_file()
-        replace(self.file, force=self.file.force or begun).check()
+        # The folder is there before the first file.
+        replace(self.file, force=self.file.force or self._work.is_dir()).check()
         self._known = object_in(self._work / "made.json")
-        self._miss("analyze", self._is_written, "tune", "evaluate")
+        self._served = self.model  # that the task's file is for: with the adapter once there is one
         self._miss("enrich", (self._work / "enrichment.json").exists(), "enrich")
         adapter = self._work / "adapter" / "adapter_config.json"
         self._miss("train", adapter.exists(), "train", "tune", "evaluate")
         self._train, self._test = self._work / "train.jsonl", self._work / "test.jsonl"
         # Of the two parts: their columns have the usual names.
-        self._read = FieldOptions(joint=found.joint)
-        self._source = _digest([[asdict(turn) for turn in turns], found.joint, self.model.model])
+        self._read = FieldOptions(joint=self._columns.joint)
+        self._source = _digest([[*map(asdict, turns)], self._read.joint, self.model.model])
         if "train" not in self._skip or self._proposal.chats:
             self._skip.add("form")
         if self._figures("analyze") is None:  # a row that cannot be read is told before the work
-            for _ in open_text(self.model.model, found).reader.read([self.data]):
+            for _ in open_text(self.model.model, self._columns).reader.read([self.data]):
                 pass
         self._lack = ""  # why it has no tokens of its own
         self._heed(self._figures("analyze"))
         self._ask(self._figures("form"))
-        # The model that the task's file is for: with the adapter once there is one.
-        self._served = self.model if self._figures("train") is None else self._trained
+        if self._figures("train") is not None:
+            self._served = self._trained
+        self._miss("analyze", self._is_written, "tune", "evaluate")
 
     @property
     def _trained(self) -> ModelOptions:
@@ -330,18 +332,20 @@ class _Make:
             self._lack = analysis["lack"]
 
     def _ask(self, form: Mapping[str, Any] | None) -> None:
-        if form and form["chats"]:
+        if form and form["chats"] and not self._proposal.chats:
             self._proposal = replace(self._proposal, chats=True, stop=())
             self._learned, self._held = as_chats(self._learned), as_chats(self._held)
 
     # What each step is made from: what it reads, and what the steps before it read.
 
     def _made_from(self, step: str) -> str:
+        named = [self.file.description, self.file.served_model_name]
         own: dict[str, list[Any]] = {
-            "analyze": [self.model.adapter, self.file.description],
+            "analyze": [],
             "enrich": [self.reads_prompts],
             "train": [asdict(self.recipe), self.model.device],
-            "form": [],
+            "form": [self.model.adapter],
+            "file": [self._served.adapter is None, *named, self._proposal.chats],
             "tune": [asdict(self.model), asdict(self.recording)],
             "evaluate": [],
         }
@@ -364,11 +368,10 @@ class _Make:
 
     @property
     def _is_written(self) -> bool:
-        """Whether the task's file is there, with the corpus that it names."""
-        corpus = self.output.with_suffix(".corpus")
-        return self.output.exists() and (
-            corpus.exists() or corpus.name not in self.output.read_text(encoding="utf-8")
-        )
+        """Whether the task's file is there, as it would be made now, with the files it names."""
+        return bool(self._kept("file")) and self.output.exists() and all(
+            Path(file).exists() for _, file in load_task(self.output).files()
+        )  # fmt: skip
 
     def _miss(self, step: str, is_there: bool, *lost: str) -> None:
         """What was done is lost where the file is gone that a step left."""
@@ -384,7 +387,7 @@ class _Make:
     def plan(self) -> Iterator[str]:
         """What will be done and what it takes, in lines for people to read."""
         found, num = self._proposal, len(self._learned)
-        columns = f"{found.fields.prompt_field!r} to {found.fields.field!r}"
+        columns = f"{self._columns.prompt_field!r} to {self._columns.field!r}"
         yield (
             f"{self.data.name}: {num + len(self._held):,} rows, "
             f"{'messages' if found.chats else columns}; {num:,} to learn from, "
@@ -435,8 +438,7 @@ class _Make:
         num = len(self._learned) + len(self._held)
         if "enrich" in self._skip or self._figures("enrich") or num > _MOST_LOOKED_AT:
             return ""
-        fields = self._proposal.fields
-        found = read_task_data(self.model.model, [self.data], fields, max_held_out=100)
+        found = read_task_data(self.model.model, [self.data], self._columns, max_held_out=100)
         with Bar() as bar:
             return what_tokens_lack(found, bar)
 
@@ -474,14 +476,13 @@ class _Make:
         self._work.mkdir(parents=True, exist_ok=True)
         self._write_parts()
         analysis = self._do("analyze", self._analyze)
-        if not self._is_written:
-            self._write_first()
         self._heed(analysis)
+        self._write_first()
         self._do("enrich", lambda: self._enrich(analysis["tokens"]))
         self._do("train", self._train_adapter)
-        if self._figures("form") is None:
-            self._ask(self._do("form", self._form))
-            self._write_parts()
+        self._ask(self._do("form", self._form))
+        self._write_parts()
+        self._write_first()
         self._do("tune", self._tune)
         self._do("evaluate", self._evaluate)
 
@@ -507,7 +508,6 @@ class _Make:
         found = read_task_data(self.model.model, [self._train], self._read, max_held_out=100)
         with Bar() as bar:
             report = analyze_task(found, BUDGETS, ROW_COST, bar)
-        self._write_first()
         tokens = report.recommended if report.tokens_pay else 0
         return {"tokens": tokens, "lack": report.lack, "advice": report.advice}
 
@@ -524,8 +524,8 @@ class _Make:
     def _train_adapter(self) -> dict[str, Any]:
         adapter = self._work / "adapter"
         if not self._kept("train"):  # else its parts are used
-            self._note("train")
             shutil.rmtree(adapter, ignore_errors=True)
+            self._note("train")
         own = None if "enrich" in self._skip else self._work / "enrichment.json"
         base = BaseOptions(
             model=self.model.model, device=self.model.device, threads=self.model.threads
@@ -537,7 +537,6 @@ class _Make:
                     train_adapter([self._train], adapter, own, base, self._read, self.recipe, bar)
                 )
         self._served = self._trained
-        self._write_first()
         return figures
 
     def _form(self) -> dict[str, Any]:
@@ -612,9 +611,12 @@ class _Make:
         ]
 
     def _write_first(self) -> None:
-        """The task of its data alone, with a corpus in the ids that the model writes now."""
+        """The task of its data alone, with a corpus in the ids that the model writes now; nothing
+        where its file is there."""
         from server.commands.corpus import corpus_of
 
+        if self._is_written:
+            return
         model, adapter = self._served.model, self._served.adapter
         corpus = corpus_of(model, [self._train], adapter=adapter, fields=self._read)
         file = self.output.with_suffix(".corpus")
@@ -628,6 +630,7 @@ class _Make:
             has_corpus=True,
         )
         self._write_task("\n".join([told, *lines]))
+        self._note("file")
 
     def _write_task(self, text: str, evaluated: str | None = None) -> None:
         """The task's file: `text`, which a step has written, and what is known beside it."""

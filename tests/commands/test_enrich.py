@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from drafters.corpus import Corpus
 from server.commands.cli import main
+from server.commands.data import FieldOptions, read_task_data
 from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.training.loop import TrainOptions
 from server.types import SpeculationParams
@@ -103,6 +104,20 @@ def test_from_data_to_a_served_adapter(
         assert len(ids) < 0.6 * len(enrichment.expand(ids))
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("num_prompts", [0, 1, 40])
+def test_rows_of_a_prompt_are_held_back_together_where_others_are_left(
+    num_prompts: int, weightless: Path, tmp_path: Path
+) -> None:
+    asked = [{"prompt": f"{i % num_prompts}:"} if num_prompts else {} for i in range(80)]
+    file = write_lines(tmp_path / "d.jsonl", [{**row, "completion": "!"} for row in asked])
+    found = read_task_data(str(weightless), [file], FieldOptions())
+    assert (len(found.train), len(found.held_out)) == (72, 8)
+    learned, held = (
+        {tuple(prompt) for prompt, _ in part} for part in (found.train, found.held_out)
+    )
+    assert bool(learned & held) == (num_prompts < 40)
 
 
 def test_what_was_trained_outlives_a_disk_without_room_for_the_adapter(

@@ -7,12 +7,16 @@ import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from drafters.corpus import Corpus
 from server.commands.cli import main
+from server.commands.corpus import corpus_of
 from server.commands.data import FieldOptions
 from server.commands.make import find_fields, num_own_ids, propose, split
 from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
@@ -45,12 +49,12 @@ def _turns(*outputs: str) -> list[Turn]:
 def test_the_data_says_what_counts_and_what_ends(
     outputs: list[str], metric: str, stop: tuple[str, ...]
 ) -> None:
-    found = propose(_turns(*outputs), FIELDS)
+    found = propose(_turns(*outputs))
     assert (found.metric, found.stop, found.chats) == (metric, stop, False)
 
 
 def test_a_chat_ends_by_itself() -> None:
-    found = propose([Turn({"messages": [{"role": "user", "content": "a"}]}, "b")], FIELDS)
+    found = propose([Turn({"messages": [{"role": "user", "content": "a"}]}, "b")])
     assert found.chats and found.stop == ()
 
 
@@ -116,8 +120,16 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.commands.tasks.compare_forms", lambda *_, **__: {})
 
 
-def _interrupted(_: object) -> None:
-    raise KeyboardInterrupt
+def _interrupted_with_an_adapter(*given: Any, adapter: str | None, **more: Any) -> Corpus:
+    if adapter is not None:
+        raise KeyboardInterrupt
+    return corpus_of(*given, **more)
+
+
+def _interrupted_at_the_adapter(folder: Path, ignore_errors: bool = False, **more: Any) -> None:
+    if Path(folder).name == "adapter":
+        raise KeyboardInterrupt
+    shutil.rmtree(folder, ignore_errors, **more)
 
 
 def _full(_: object) -> None:
@@ -150,7 +162,7 @@ def test_from_a_file_to_a_served_task(
     # Once there is an adapter, it is the adapter's, its corpus in the ids that this one writes.
     adapter = work / "adapter"
     with monkeypatch.context() as stopped:
-        stopped.setattr("server.commands.make._Make._write_first", _interrupted)
+        stopped.setattr("server.commands.corpus.corpus_of", _interrupted_with_an_adapter)
         assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 130
     assert "Steps" in capsys.readouterr().err
     assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 0
@@ -188,7 +200,11 @@ def test_from_a_file_to_a_served_task(
         assert main([*words, *more, "--plan"]) == 0
         return set(re.findall(r"^  \d (\w+) +done", capsys.readouterr().out, re.MULTILINE))
 
-    assert done("--limit", "50") == {"analyze", "enrich", "train"}
+    for told_of in ("--limit=50", "--description=of codes", "--served-model-name=m"):
+        assert done(told_of) == {"analyze", "enrich", "train"}
+    output.write_text(f"{text}vocabulary: {{mode: exact, profile: codes.vocab}}\n")
+    assert done() == {"analyze", "enrich", "train"}, "the profile is gone"
+    output.write_text(text)
     for left, others in (
         (output, {"analyze", "enrich", "train"}),
         (adapter, {"analyze", "enrich"}),
@@ -202,10 +218,27 @@ def test_from_a_file_to_a_served_task(
         left.unlink()
         assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 0
         assert f"--adapter {adapter}" in output.read_text() and corpus.exists()
+    for without in (["--skip", "train"], []):
+        assert main([*words, "--skip", "tune", "--skip", "evaluate", *without]) == 0
+        is_own = Corpus.load(str(corpus), fingerprint=None).fingerprint == own.fingerprint
+        assert is_own == ("--adapter" in output.read_text()) == (not without)
 
     model = ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",))
     tasks = {"codes": load_task(output)}
     plan_server(ServerConfig(models=(model,), engine=EngineConfig()), tasks, {"m": folder})
+
+    # What was stopped before the old adapter was away does not take it for its own.
+    other = [*words, "--seed", "2", "--max-examples", "8", "--skip", "tune", "--skip", "evaluate"]
+    with monkeypatch.context() as stopped:
+        stopped.setattr(
+            "server.commands.make.shutil", SimpleNamespace(rmtree=_interrupted_at_the_adapter)
+        )
+        assert main(other) == 130
+    assert main(other) == 0
+    assert json.loads((adapter / "training.json").read_text())["seed"] == 2
+    (work / "made.json").unlink()
+    capsys.readouterr()
+    assert done() == set(), "stopped behind the first file, and not refused for it"
 
 
 @pytest.mark.usefixtures("priced")
