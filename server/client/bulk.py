@@ -97,7 +97,7 @@ class AnswerFile:
                         kept[record["line"]] = record
                         raws.append(raw if raw.endswith(b"\n") else raw + b"\n")
             if len(kept) != num_read:
-                with replacing(self.path, EVERYBODY) as out:
+                with replacing(self.path, self.path.stat().st_mode & EVERYBODY) as out:
                     out.writelines(raws)
         except OSError as error:
             raise self._error(error) from None

@@ -393,7 +393,7 @@ class _Make:
             f"{'messages' if found.chats else columns}; {num:,} to learn from, "
             f"{len(self._held)} to judge by"
         )
-        ends = "" if not (self._stop and "train" in self._skip) else f", stop {list(self._stop)}"
+        ends = f", stop {list(self._stop)}" if self._stop else ""
         yield f"metric {found.metric}{ends}; {self.output} and {self._work} are written\n"
         left = 0.0
         for number, (step, what, seconds, why) in enumerate(self._planned(), 1):

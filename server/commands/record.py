@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from drafters.atomic_file import EVERYBODY, replacing
+from drafters.atomic_file import EVERYBODY, OWNER, replacing
 from server.client.bulk import AnswerFile, BulkError
 from server.client.http import Caller, CallFailedError, Endpoint, RefusedError
 from server.client.http import call as request
@@ -438,6 +438,7 @@ class Kept:
         """Raises ConfigError and BulkError for a file that cannot be written."""
         with writing(self._output):
             self._output.parent.mkdir(parents=True, exist_ok=True)
+            kept_file(self._output).touch(OWNER)  # it holds what the data asks
         self._file.__enter__()
         try:
             records = self._file.take_up(lambda _: self._key)

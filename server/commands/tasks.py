@@ -105,11 +105,10 @@ def tune(
         data, file, fields, recording, sampling, model,
         even_if_busy=even_if_busy, skip_forms=skip_forms,
     )  # fmt: skip
-    output = Path(report["file"])
     if as_json:
         print(json.dumps(report))
     else:
-        _tell(output, report)
+        _tell(Path(report["file"]), report)
     return 0
 
 

@@ -169,8 +169,11 @@ def test_an_interrupted_recording_goes_on(tmp_path: Path) -> None:
     partial = tmp_path / "own.jsonl.partial"
     with partial.open("a") as file:
         file.write('{"line": 9, "recor')  # the machine went down in a line
+    with pytest.raises(_Interrupted):
+        _recorded(_prompts(9), output, stop_after=1)
+    assert partial.stat().st_mode & 0o077 == 0, "it holds prompts"
     num, num_resumed, _, asked = _recorded(_prompts(9), output)
-    assert (num, num_resumed) == (9, 5) and len(asked) == 4
+    assert (num, num_resumed) == (9, 6) and len(asked) == 3
     assert output.read_text() == whole.read_text()
     assert not partial.exists()
 
