@@ -126,5 +126,5 @@ def test_names_and_options_are_checked() -> None:
         make_drafter("sufix")
     with pytest.raises(ValueError, match="plain decode path"):
         make_drafter("off")
-    with pytest.raises(ValueError, match="has no option 'depth'; it has: none$"):
+    with pytest.raises(ValueError, match=r"has no option 'depth'; it has: none$"):
         make_drafter("suffix", depth=3)
