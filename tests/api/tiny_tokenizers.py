@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -74,3 +75,14 @@ def sentencepiece_tokenizer() -> Tokenizer:
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
     return tokenizer
+
+
+def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
+    """A byte-level BPE without merges, as large as the tiny models' vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: vocab_size - 3]
+    tokens = ["<pad>", "<s>", "</s>", *alphabet]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))

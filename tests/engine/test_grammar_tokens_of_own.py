@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from server.engine.grammar import GrammarCompiler, GrammarState
 from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.types import GrammarSpec
+from tests.api.tiny_tokenizers import save_tokenizer
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
-from tests.model.tiny_models import save_tokenizer
 from vocab_store.enrichment import Enrichment
 
 BASE, EOS = 128, 2

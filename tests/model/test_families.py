@@ -23,9 +23,9 @@ from server.model.loader import finish_module, open_model
 from server.model.shape import rope_tables, shape_of
 from server.model.supported import check_raw
 from server.types import EngineSizes
+from tests.api.tiny_tokenizers import save_tokenizer
 from tests.model import families, generic_models
 from tests.model.families import prefill, served, tokens, truth
-from tests.model.tiny_models import save_tokenizer
 
 
 def _close(got: families.Logprobs, want: families.Logprobs) -> None:

@@ -11,6 +11,7 @@ import transformers
 
 from server.model.cache_folder import MARKER
 from server.model.catalog import CONVERTER_VERSION
+from tests.api.tiny_tokenizers import save_tokenizer
 from tests.model.families import LLAMA3
 
 _SIZES: dict[str, Any] = {
@@ -63,19 +64,6 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
             offset = 1.0 if "norm" in name and "gemma" not in family else 0.0
             parameter.copy_(torch.randn_like(parameter) * scale + offset)
     return model.eval()
-
-
-def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
-    """A byte-level BPE without merges, as large as the tiny models' vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: vocab_size - 3]
-    tokens = ["<pad>", "<s>", "</s>", *alphabet]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
