@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -77,7 +76,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
+def unmerged_tokenizer(vocab_size: int = 128) -> Tokenizer:
     """A byte-level BPE without merges, as large as the tiny models' vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: vocab_size - 3]
     tokens = ["<pad>", "<s>", "</s>", *alphabet]
@@ -85,4 +84,4 @@ def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from server.engine.grammar import GrammarCompiler, GrammarState
-from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.types import GrammarSpec
-from tests.api.tiny_tokenizers import save_tokenizer
+from tests.api.tiny_tokenizers import unmerged_tokenizer
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from vocab_store.enrichment import Enrichment
 
 BASE, EOS = 128, 2
 
 
-def _states(folder: Path, spec: GrammarSpec) -> tuple[GrammarState, GrammarState, Enrichment]:
+def _states(spec: GrammarSpec) -> tuple[GrammarState, GrammarState, Enrichment]:
     """(over base ids, over enriched ids, the enrichment)."""
-    save_tokenizer(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = unmerged_tokenizer(BASE)
 
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -30,10 +25,8 @@ def _states(folder: Path, spec: GrammarSpec) -> tuple[GrammarState, GrammarState
     enrichment = Enrichment("t", BASE, tuple(range(BASE, BASE + len(parts))), parts)
 
     def state(given: Enrichment | None, size: int) -> GrammarState:
-        def load() -> GrammarTokenizer:
-            return read_grammar_tokenizer(tokenizer, size, (EOS,), given)
-
-        return GrammarState(GrammarCompiler(load).compile(spec).result())
+        compiler = GrammarCompiler(lambda: read_grammar_tokenizer(tokenizer, size, (EOS,), given))
+        return GrammarState(compiler.compile(spec).result())
 
     return state(None, BASE), state(enrichment, BASE + len(parts)), enrichment
 
@@ -46,9 +39,9 @@ def _allowed(state: GrammarState, size: int) -> set[int]:
 
 
 @pytest.mark.parametrize("source", ["ab(cd|x)*", "a(b|bcdx)+", "(abc|dx)+y?"])
-def test_an_own_token_is_allowed_where_its_parts_are(tmp_path: Path, source: str) -> None:
+def test_an_own_token_is_allowed_where_its_parts_are(source: str) -> None:
     spec = GrammarSpec("regex", source)
-    base, own, enrichment = _states(tmp_path, spec)
+    base, own, enrichment = _states(spec)
     size = BASE + len(enrichment)
     rng = np.random.default_rng(5)
     num_consumed = 0
@@ -79,8 +72,8 @@ def test_an_own_token_is_allowed_where_its_parts_are(tmp_path: Path, source: str
         assert own.is_complete == base.is_complete
 
 
-def test_forced_text_is_written_in_the_fewest_ids(tmp_path: Path) -> None:
-    _, own, enrichment = _states(tmp_path, GrammarSpec("regex", "abcdx"))
+def test_forced_text_is_written_in_the_fewest_ids() -> None:
+    _, own, enrichment = _states(GrammarSpec("regex", "abcdx"))
     size = BASE + len(enrichment)
     ids: list[int] = []
     while not own.is_complete and len(ids) < 8:

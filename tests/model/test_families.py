@@ -23,7 +23,7 @@ from server.model.loader import finish_module, open_model
 from server.model.shape import rope_tables, shape_of
 from server.model.supported import check_raw
 from server.types import EngineSizes
-from tests.api.tiny_tokenizers import save_tokenizer
+from tests.api.tiny_tokenizers import unmerged_tokenizer
 from tests.model import families, generic_models
 from tests.model.families import prefill, served, tokens, truth
 
@@ -34,7 +34,7 @@ def _close(got: families.Logprobs, want: families.Logprobs) -> None:
 
 def _save(module: Any, folder: Path) -> None:
     module.save_pretrained(folder)
-    save_tokenizer(folder, families.VOCAB_SIZE)
+    unmerged_tokenizer(families.VOCAB_SIZE).save(str(folder / "tokenizer.json"))
 
 
 def _adapter(module: Any, folder: Path) -> None:

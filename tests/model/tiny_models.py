@@ -11,7 +11,7 @@ import transformers
 
 from server.model.cache_folder import MARKER
 from server.model.catalog import CONVERTER_VERSION
-from tests.api.tiny_tokenizers import save_tokenizer
+from tests.api.tiny_tokenizers import unmerged_tokenizer
 from tests.model.families import LLAMA3
 
 _SIZES: dict[str, Any] = {
@@ -72,7 +72,8 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
     shard = changes.pop("max_shard_size", "1GB")
     model = tiny_model(family, seed, **changes)
     model.save_pretrained(folder, max_shard_size=shard)
-    save_tokenizer(folder, 259 if changes.get("vocab_size", 0) > 259 else 128)
+    tokenizer = unmerged_tokenizer(259 if changes.get("vocab_size", 0) > 259 else 128)
+    tokenizer.save(str(folder / "tokenizer.json"))
     return model
 
 
