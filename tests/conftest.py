@@ -71,10 +71,9 @@ def _write_bytecode() -> None:
 # parallel run. Then the folders where few tests take long: they start servers, commands and other
 # people's clients, or compile.
 _FIRST = (
-    "fleet/test_ray.py", "model/cpu/integers/test_kernels.py", "fleet/test_fleet_page.py",
-    "engine/test_lossless.py", "setup/test_first_hour.py", "model/gpu/test_attention.py",
-    "model/test_masked_distribution.py", "drafters/test_machine_code.py",
-    "model/cpu/test_generic.py", "model/gpu/test_ahead_of_time.py", "setup/test_serve.py",
+    "fleet/test_ray.py", "fleet/test_fleet_page.py", "engine/test_lossless.py",
+    "setup/test_first_hour.py", "model/gpu/test_attention.py", "model/test_masked_distribution.py",
+    "drafters/test_machine_code.py", "model/cpu/test_generic.py", "setup/test_serve.py",
     "commands/test_tune.py", "api/test_timeouts.py", "model/test_gguf_families.py",
     "commands/test_make.py", "api/test_attacks_chat.py", "model/gpu/test_slices.py",
     "model/cpu/test_family_engines.py", "api/test_faults.py", "setup/test_readme_runs.py",

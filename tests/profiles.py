@@ -11,7 +11,13 @@ each time, so that what passed once passes again; `make nightly` looks for new o
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 from hypothesis import HealthCheck, settings
+from hypothesis.configuration import set_hypothesis_home_dir
+
+from tests.kept import kept_folder
 
 SHARES = {"check": 1 / 30, "test": 1 / 10, "nightly": 1.0}
 
@@ -27,6 +33,9 @@ def register() -> None:
             derandomize=name != "nightly",
         )
     settings.load_profile("test")
+    # What it reads in our sources, 3 s a process: for all clones, and for a month, as edits add up.
+    with suppress(OSError):
+        set_hypothesis_home_dir(kept_folder("hypothesis", time.strftime("%Y-%m")))
 
 
 def share() -> float:

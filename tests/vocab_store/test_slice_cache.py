@@ -224,6 +224,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(
-    max_examples=examples(300), stateful_step_count=30, deadline=None
-)
+TestCacheMachine.settings = settings(max_examples=examples(300), stateful_step_count=30)
