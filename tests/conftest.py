@@ -14,10 +14,12 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from server.machine_code import make_ready
 from tests.profiles import register
 
 register()
@@ -43,28 +45,33 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         gc.disable()  # until all is collected: next to nothing of that is garbage
         return
-    if config.option.collectonly:
-        return
-    from server.machine_code import make_ready
+    if not config.option.collectonly:
+        make_ready()
+        _write_bytecode()
 
-    make_ready()
-    _write_bytecode()
+
+def pytest_collection(session: pytest.Session) -> None:
+    """In a new clone a worker imports its own part of the files first: all workers would compile
+    the same ones at the same time, and now find what the others have compiled."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    paths = [Path(arg.partition("::")[0]).absolute() for arg in session.config.args]
+    files = [file for path in paths for file in sorted(path.glob("**/test_*.py")) or [path]]
+    begin = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for file in files[begin:]:
+        with suppress(Exception, pytest.skip.Exception):  # collecting it tells what is wrong
+            module = file.with_suffix("").relative_to(session.config.rootpath)
+            importlib.import_module(".".join(module.parts))
 
 
 def _write_bytecode() -> None:
-    """In a new environment, whose largest packages have no bytecode (Makefile), write it once here:
-    workers start together, and each would compile the same files at the same time as the others."""
+    """In a new environment, whose largest packages have no bytecode (Makefile), write it here."""
     torch = importlib.util.find_spec("torch")
     if sys.dont_write_bytecode or torch is None or Path(str(torch.cached)).exists():
         return
-    running = []
-    for words in (
-        ("-c", "import torch, transformers.models.llama.modeling_llama"),
-        ("-m", "compileall", "-q", "server", "drafters", "vocab_store", "loadtest"),
-    ):
-        running.append(subprocess.Popen([sys.executable, *words], cwd=Path(__file__).parents[1]))
-    for one in running:
-        one.wait()
+    words = "import torch, transformers.models.llama.modeling_llama"
+    subprocess.run([sys.executable, "-c", words], check=False)
 
 
 # The longest files come first, so that no process is left alone with one of them at the end of a
