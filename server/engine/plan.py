@@ -365,7 +365,8 @@ class Scheduler:
         for sequence in others:
             if left > 0 and sequence.status is Status.RUNNING:
                 left -= self._grant(sequence, left, plan)
-        while left > 0 and self.num_waiting_tokens:
+        # Where one has failed nobody runs, and the other choices of its request are to fail, too.
+        while left > 0 and self.num_waiting_tokens and not plan.failed:
             sequence = self.waiting.first() if only is None else only
             if sequence.status is not Status.WAITING:
                 break
@@ -391,7 +392,7 @@ class Scheduler:
             num_wanted = self._num_blocks(sequence.num_tokens + 1)
         if held.get(sequence.request.tenant, 0) + num_wanted > max(1, share):
             return False
-        victim = self._latest_of_most(held, share, sequence.request.priority)
+        victim = self._latest_of_most(held, share, sequence.place[0])
         if victim is None:
             return False
         self._unplan(victim, plan)
@@ -403,15 +404,13 @@ class Scheduler:
         """Keys of which a choice runs or waits."""
         return len(self._held.keys() | set(self.waiting.keys))
 
-    def _latest_of_most(
-        self, held: Mapping[str, int], share: int, priority: int
-    ) -> Sequence | None:
-        """The latest choice, of no higher priority, of the key that holds most, where that is more
-        than a share. Never a key's only one: it would begin again and again, and not end."""
+    def _latest_of_most(self, held: Mapping[str, int], share: int, level: int) -> Sequence | None:
+        """The latest choice, of this level or a later one, of the key that holds most, where that is
+        more than a share. Never a key's only one: it would begin again and again, and not end."""
         more = [key for key in held if held[key] > share and self._held[key] > 1]
         most = max(more, key=held.__getitem__, default=None)
         of_most = (s for s in reversed(self.running) if s.request.tenant == most)
-        return next((s for s in of_most if s.request.priority <= priority), None)
+        return next((s for s in of_most if s.place[0] >= level), None)
 
     def _blocks_of_keys(self) -> dict[str, int]:
         """Blocks by key: those of choices that run, and those that their tokens will take."""
@@ -619,7 +618,7 @@ class Scheduler:
             victim = self.running[-1]
             if len(self._held) > 1:
                 share = pool.num_blocks // self._num_keys
-                held, level = self._blocks_of_keys(), victim.request.priority
+                held, level = self._blocks_of_keys(), victim.place[0]
                 victim = self._latest_of_most(held, share, level) or victim
             self._unplan(victim, plan)
             if victim is sequence and len(self.running) == 1:

@@ -348,14 +348,19 @@ def test_what_cannot_be_served_is_refused_with_a_code(request_: Request, code: s
     assert not engine.has_work
 
 
-def test_a_sequence_that_cannot_fit_alone_fails_alone() -> None:
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_sequence_that_cannot_fit_alone_fails_alone(num: int) -> None:
+    """With the other choices of its request: none is computed once its blocks are given back."""
     engine, _ = _engine(num_blocks=4)
-    grows = request_of("grows", [3] * 9, max_tokens=30)
+    grows = request_of("grows", [3] * 9, max_tokens=30, num_choices=num)
     results = finish(engine, grows, request_of("fits", [4] * 5, max_tokens=4))
-    last = results["grows"][-1]
-    assert (last.finish_reason, last.error_code) == ("error", "kv_exhausted")
-    assert ids_of(results["grows"]) == _alone(request_of("g", [3] * 9, max_tokens=8))
+    for choice in range(num):
+        told = [delta for delta in results["grows"] if delta.choice_id == choice]
+        assert (told[-1].finish_reason, told[-1].error_code) == ("error", "kv_exhausted")
+    first = [delta for delta in results["grows"] if delta.choice_id == 0]
+    assert ids_of(first) == _alone(request_of("g", [3] * 9, max_tokens=8))
     assert results["fits"][-1].finish_reason == "length"
+    assert engine.recovery.num_failed_steps == 0
 
 
 def test_labels_are_scored_at_the_prompt_s_end_and_read_the_prefix_cache() -> None:

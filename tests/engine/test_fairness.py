@@ -179,13 +179,19 @@ def test_keys_that_have_their_shares_take_nothing_from_each_other() -> None:
     engine.abort_all()
 
 
-def test_a_higher_priority_gives_no_seat_to_a_key_of_a_lower_one() -> None:
+@pytest.mark.parametrize(
+    ("running", "comes", "place"), [(1, 0, 0), (0, 0, 0), (-1, 0, SEATS), (80, 70, 0)]
+)
+def test_a_priority_gives_no_seat_to_a_key_of_a_later_one(
+    running: int, comes: int, place: int
+) -> None:
+    """Beyond 64 all are one."""
     engine = engine_of()
     for i in range(SEATS):
-        engine.submit(replace(request(f"a{i}", "a", 4, max_tokens=30), priority=1))
+        engine.submit(replace(request(f"a{i}", "a", 4, max_tokens=30), priority=running))
     steps_to_first(engine, "a0")
-    engine.submit(request("b", "b", 4))
-    assert list(_finished(engine))[-1] == "b"
+    engine.submit(replace(request("b", "b", 4), priority=comes))
+    assert list(_finished(engine)).index("b") == place
 
 
 def _finished(engine: Engine) -> Iterator[str]:
