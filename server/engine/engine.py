@@ -387,6 +387,8 @@ class Engine:
         if culprit is not None:
             self._fail(culprit, "the model failed on this request", "engine_error")
         for sequence in others:
+            if num_rows > rows.num_rows and not was_too_large:
+                self.drafts.close(sequence)  # else what fails with drafts alone fails at every step
             self.scheduler.preempt(sequence)
         if self.recovery.is_broken:
             raise RunnerBrokenError(text) from error

@@ -585,8 +585,11 @@ class SliceBook:
 
     def verify(self, sequences: SequenceOf[Sequence]) -> Drawn:
         """All unverified tokens of these sequences, one sequence after the other, drawn again.
-        Raises what the runner raises."""
-        return self._runner.verify(*self._check_batch(sequences))
+        Raises what the runner raises, but no MemoryError: it takes no more in a larger step."""
+        try:
+            return self._runner.verify(*self._check_batch(sequences))
+        except MemoryError as error:
+            raise RuntimeError(f"no memory to verify: {error}") from error
 
     def observe_verify(self, sequences: SequenceOf[Sequence], seconds: float) -> list[int]:
         """Count a verification; how many tokens of each sequence it looked at."""

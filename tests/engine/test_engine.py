@@ -568,6 +568,23 @@ def test_steps_that_do_not_fit_get_smaller_and_nobody_fails(prompt: int, drafts:
     assert engine.pool.num_free == 64
 
 
+def test_choices_whose_drafts_may_be_what_fails_draft_no_more() -> None:
+    """Else each step with drafts fails, and all is computed again at each."""
+
+    def fail(batch: Batch) -> None:
+        if batch.num_draft_rows:
+            raise RuntimeError("a kernel of trees")
+
+    spec = SpeculationParams("d", 4)
+    requests = [request_of(f"r{i}", [3 + i] * 9, speculation=spec) for i in range(3)]
+    knows = oracle_drafter([[*request.prompt_ids, *_alone(request)] for request in requests])
+    engine, _ = _engine(runner={"fail": fail}, drafters={"d": knows})
+    results = finish(engine, *requests)
+    for request in requests:
+        assert ids_of(results[request.request_id]) == _alone(request)
+    assert engine.recovery.num_failed_steps == 1
+
+
 @pytest.mark.parametrize("num", [1, 3])
 def test_a_passing_failure_costs_no_request(num: int) -> None:
     remaining = [2]
