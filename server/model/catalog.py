@@ -40,6 +40,7 @@ from server.model.cache_folder import (
     cache_dir,
     check_kept,
     hashes_of,
+    is_made,
     made_folder,
     making,
     remembered_sha256,
@@ -163,10 +164,7 @@ def cached_folder(name_or_path: str, form: Form = "float32") -> Path | None:
 
 def _cached(source: BuiltIn | Path, form: Form) -> Path | None:
     folder = _place(source, form)
-    marker = object_in(folder / MARKER)
-    if form == "file" and isinstance(source, Path):  # the same bytes may lie elsewhere today
-        return folder if marker.get("gguf") == str(source.resolve()) else None
-    return folder if marker else None
+    return folder if is_made(folder) else None
 
 
 def _place(source: BuiltIn | Path, form: Form) -> Path:
@@ -174,6 +172,8 @@ def _place(source: BuiltIn | Path, form: Form) -> Path:
     suffix = "-file" if form == "file" else ""
     if isinstance(source, BuiltIn):
         return made_folder(f"{source.name}{suffix}-v{CONVERTER_VERSION}")
+    if form == "file":  # it names the file, which lies elsewhere for another container, say
+        suffix += f"-{hashlib.sha256(bytes(source.resolve())).hexdigest()[:8]}"
     return made_folder(f"gguf-{remembered_sha256(source)[:16]}{suffix}-v{GGUF_VERSION}")
 
 
@@ -265,7 +265,7 @@ def made_of(
     about: dict[str, Any] = {
         "source": source.name, "source_sha256": digest, "converter": CONVERTER_VERSION
     }  # fmt: skip
-    if form == "file":  # a folder of today's bytes may name a file elsewhere: it is made anew
+    if form == "file":
         about["gguf"] = GGUF_NAME if isinstance(source, BuiltIn) else str(source.resolve())
     # Both forms of a built-in model are made of the same wheels.
     lock = source.name if isinstance(source, BuiltIn) else ""

@@ -62,6 +62,16 @@ def test_the_numbers_are_those_of_the_converted_model(model: Path) -> None:
     assert both[0].fingerprint == both[1].fingerprint, "bigrams and a prior of one serve the other"
 
 
+def test_a_file_under_two_paths_has_a_folder_for_each(model: Path, tmp_path: Path) -> None:
+    """Two containers with one cache folder may mount it differently: neither takes the other's."""
+    other = tmp_path / "other.gguf"
+    other.write_bytes(model.read_bytes())
+    folders = {model_folder(str(path), "file"): path for path in (model, other)}
+    assert {folder: gguf_of(folder) for folder in folders} == folders
+    assert cached_folder(str(model), "file") in folders and len(folders) == 2
+    assert model_folder(str(other)) == model_folder(str(model)), "floats are of the bytes alone"
+
+
 def test_what_was_fetched_is_opened_without_torch(model: Path) -> None:
     assert main(["models", "fetch", str(model)]) == 0
     code = (
