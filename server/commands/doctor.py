@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from server.commands.models import folder_size, told_size
 from server.commands.serve import EngineOptions, ModelChoice, Place, check_server, server_config
-from server.config import ServerConfig
+from server.config import ModelConfig, ServerConfig
 from server.errors import TailorError
 from server.machine import MIN_FILES, Machine, allow_files
 from server.model.cache_folder import cache_dir, check_kept
@@ -138,7 +138,7 @@ def _memory(config: ServerConfig) -> Iterator[Finding]:
     limit = machine.memory_limit
     told = "no limit" if limit is None else f"a limit of {told_size(limit)}"
     yield Finding(f"{told_size(machine.available_memory)} available, {told} of the cgroup")
-    need = sum(folder_size(folder) for folder in _folders(config).values() if folder is not None)
+    need = sum(folder_size(folder) for _, folder in _folders(config) if folder is not None)
     if need > machine.available_memory:
         yield Finding(
             f"the models' files have {told_size(need)}",
@@ -167,8 +167,7 @@ def _cache(_: ServerConfig) -> Iterator[Finding]:
 
 
 def _models(config: ServerConfig) -> Iterator[Finding]:
-    for model in config.models:
-        folder = _folders(config)[model.name]
+    for model, folder in _folders(config):
         if folder is None:
             yield Finding(
                 f"{model.name} is not on this machine", f"tailor models fetch {model.path}"
@@ -178,16 +177,13 @@ def _models(config: ServerConfig) -> Iterator[Finding]:
             yield Finding(f"{model.name}: {told_size(folder_size(folder))}, {folder}")
 
 
-def _folders(config: ServerConfig) -> dict[str, Path | None]:
+def _folders(config: ServerConfig) -> Iterator[tuple[ModelConfig, Path | None]]:
     from server.model.catalog import cached_folder
     from server.wiring.model import serves_file
 
-    return {
-        model.name: cached_folder(
-            model.path, "file" if serves_file(model, config.engine) else "float32"
-        )
-        for model in config.models
-    }
+    for model in config.models:
+        form = "file" if serves_file(model, config.engine) else "float32"
+        yield model, cached_folder(model.path, form)
 
 
 def _tasks(config: ServerConfig) -> Iterator[Finding]:

@@ -112,7 +112,7 @@ class Engine:
             max_rows=settings.max_draft_rows, is_beside=info.device != "cpu",
             states=runner.last_states if isinstance(runner, StateRunner) else None,
         )  # fmt: skip
-        self.recovery = Recovery(settings.max_failures)
+        self.recovery = Recovery()
         self._grammars = grammars
         self._open: dict[str, list[Sequence]] = {}
         self._ended: list[tuple[Sequence, bool, bool]] = []  # see _tidy

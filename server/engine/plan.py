@@ -51,10 +51,10 @@ class EngineSettings(EngineSizes):
     where a step is slow, prompt rows may take this many times as long as the decoding rows alone,
     up to chunked_prefill_rows; with a fixed time alone, chunks on a slow machine or with a large
     model would be so small that most of a prompt's time went to the decoding rows of its many
-    steps. max_draft_rows: tree nodes a step, over all sequences; 0 is off. max_failures: failed
-    steps in a row after which the runner counts as broken. max_verify_every: most unverified tokens
-    of an `exact` sequence. may_use_full_head: whether `exact` draws from the full head where that
-    is cheaper. slices_only: requests that need the full head are refused: it is in its file.
+    steps. max_draft_rows: tree nodes a step, over all sequences; 0 is off. max_verify_every: most
+    unverified tokens of an `exact` sequence. may_use_full_head: whether `exact` draws from the full
+    head where that is cheaper. slices_only: requests that need the full head are refused: it is in
+    its file.
     """
 
     chunked_prefill_rows: int | None = None
@@ -62,7 +62,6 @@ class EngineSettings(EngineSizes):
     target_step_s: float = 0.0
     prefill_ratio: float = 8.0
     max_draft_rows: int = 512
-    max_failures: int = 8
     max_verify_every: int = 64
     may_use_full_head: bool = True
     slices_only: bool = False
@@ -405,8 +404,8 @@ class Scheduler:
         return len(self._held.keys() | set(self.waiting.keys))
 
     def _latest_of_most(self, held: Mapping[str, int], share: int, level: int) -> Sequence | None:
-        """The latest choice, of this level or a later one, of the key that holds most, where that is
-        more than a share. Never a key's only one: it would begin again and again, and not end."""
+        """The latest choice, of this level or a later one, of the key that holds most, where that
+        is more than a share. Never a key's only one: it would begin again and again, never end."""
         more = [key for key in held if held[key] > share and self._held[key] > 1]
         most = max(more, key=held.__getitem__, default=None)
         of_most = (s for s in reversed(self.running) if s.request.tenant == most)

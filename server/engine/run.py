@@ -2,8 +2,9 @@
 
 A runner that raises does not say which request made it raise. So every sequence of the failed step
 gives its blocks back and is computed again, one alone at a time (`Recovery.suspect`), without
-drafts. One that fails then fails for good. If a step did not fit the device's memory, no sequence
-is blamed while steps can be made smaller. This module records; the engine preempts and ends them.
+drafts. One that fails then fails for good; if the step had drafts, the others draft no more. If a
+step did not fit the device's memory, no sequence is blamed while steps can be made smaller. This
+module records; the engine preempts and ends them.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def draw_failure(problem: str, sequence: Sequence) -> tuple[str, str]:
 
 # -- where a step has failed -----------------------------------------------------------------------
 
+_MAX_FAILURES = 8  # failed steps in a row after which the runner counts as broken
+
 
 class RunnerBrokenError(RuntimeError):
     """Too many steps failed in a row, single requests too: the runner cannot be used any more."""
@@ -73,11 +76,9 @@ class Recovery:
     is_isolating: whether there was a suspect when last asked.
     """
 
-    def __init__(self, max_failures: int) -> None:
-        """max_failures: failed steps in a row after which the runner counts as broken."""
+    def __init__(self) -> None:
         self.num_failed_steps = 0
         self.is_isolating = False
-        self._max_failures = max_failures
         self._num_in_a_row = 0
         self._suspects: list[Sequence] = []
 
@@ -92,7 +93,7 @@ class Recovery:
     @property
     def is_broken(self) -> bool:
         """Whether too many steps failed in a row."""
-        return self._num_in_a_row >= self._max_failures
+        return self._num_in_a_row >= _MAX_FAILURES
 
     def give_up(self) -> None:
         """The suspect cannot be seated alone: all sequences run together again."""

@@ -90,7 +90,7 @@ def _engine(fail: bool = False) -> Engine:
 
     info = fake_info(vocab_size=VOCAB, max_num_seqs=8, max_num_batched_tokens=16)
     runner = FakeRunner(FakeModel(VOCAB, seed=3), info, fail=broken if fail else None)
-    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=16, max_failures=4)
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=16)
     return Engine(runner, {}, settings)
 
 

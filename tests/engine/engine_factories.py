@@ -37,7 +37,7 @@ def build(step_s: float = 0.0, fail: str = "", device: str = "cpu") -> Engine:
 
     info = replace(fake_info(num_blocks=256, max_model_len=512), device=device)
     runner = FakeRunner(FakeModel(16, seed=5), info, step_s=step_s, fail=_FAILURES[fail])
-    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, max_failures=4)
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64)
     controls = {
         "echo": lambda payload: payload,
         "fail": _raise,

@@ -559,7 +559,7 @@ def test_steps_that_do_not_fit_get_smaller_and_nobody_fails(prompt: int, drafts:
         for i in range(4)
     ]
     knows = oracle_drafter([[*request.prompt_ids, *_alone(request)] for request in requests])
-    engine, _ = _engine(runner={"fail": fail}, max_failures=2, drafters={"d": knows})
+    engine, _ = _engine(runner={"fail": fail}, drafters={"d": knows})
     results = finish(engine, *requests)
     for request in requests:
         assert ids_of(results[request.request_id]) == _alone(request)

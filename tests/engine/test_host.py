@@ -219,7 +219,7 @@ def test_an_idle_engine_does_not_spin(engine: Any) -> None:
 def test_a_broken_runner_fails_its_requests_says_so_and_ends(start_here: Start) -> None:
     handle = start_here(factory(fail="always"))
     _ready(handle)
-    names = {f"r{i}" for i in range(6)}
+    names = {f"r{i}" for i in range(9)}
     for name in names:
         _submit(handle, _request(name))
     results = _until_finished(handle, names)
