@@ -384,7 +384,7 @@ class SliceBook:
             placement = self.index.acquire(sequence, head.profile, head.slice, scope=head.scope)
             try:
                 self._load_rows(sequence, head, placement)
-            except MemoryError:
+            except Exception:
                 self.index.release(sequence)
                 raise
         except (SliceCapacityError, MemoryError) as error:
@@ -446,11 +446,12 @@ class SliceBook:
                 self._runner.drop_table(self._tables.pop(key))
 
     def _load_rows(self, sequence: Sequence, head: SequenceHead, placement: Placement) -> None:
-        """Copy the rows that a placement lists. Raises MemoryError; then none of them is cached."""
+        """Copy the rows that a placement lists. Raises what the runner raises; then none of them is
+        cached."""
         if placement.num_loads:
             try:
                 self._runner.load_rows(placement.load_ids, placement.load_positions)
-            except MemoryError:
+            except Exception:
                 self.index.take_back(sequence, placement.load_ids)
                 raise
             head.add(num_loaded=placement.num_loads)
