@@ -230,14 +230,8 @@ class Scheduler:
         settings: EngineSettings,
         cost: CostTable | None = None,
     ) -> None:
-        """cost: of rows, for chunks of prompts (None: not measured).
-
-        Raises ValueError when a step could not hold one row of every sequence.
-        """
-        if settings.max_num_seqs < 1 or settings.most_prefill_rows < 1:
-            raise ValueError("max_num_seqs and chunked_prefill_rows must be at least 1")
-        if settings.max_num_batched_tokens < settings.max_num_seqs:
-            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+        """cost: of rows, for chunks of prompts (None: not measured). A step holds a row of every
+        sequence, by the configuration (EngineConfig)."""
         self.table = table
         self.pool = pool
         self.max_num_seqs = settings.max_num_seqs

@@ -157,14 +157,10 @@ def cached_folder(name_or_path: str, form: Form = "float32") -> Path | None:
     """
     source = source_of(name_or_path)
     if source is not None:
-        return _cached(source, form)
+        folder = _place(source, form)
+        return folder if is_made(folder) else None
     path = Path(name_or_path).expanduser()
     return path if form == "float32" and path.is_dir() else None
-
-
-def _cached(source: BuiltIn | Path, form: Form) -> Path | None:
-    folder = _place(source, form)
-    return folder if is_made(folder) else None
 
 
 def _place(source: BuiltIn | Path, form: Form) -> Path:
@@ -236,7 +232,7 @@ def _served(source: BuiltIn | Path, wheel_dir: Path | None, report: Report) -> P
     except UnsupportedModelError as error:
         report(f"{error}; it is served from a float32 copy")
     except ModelError as error:
-        if _cached(source, "float32") is None:
+        if not is_made(_place(source, "float32")):
             raise
         report(f"{error}; it is served from the float32 copy that is here")
     return made_of(source, wheel_dir=wheel_dir, report=report)
@@ -257,10 +253,9 @@ def made_of(
     Raises ModelError, IntegrityError, CacheFolderError, and UnsupportedModelError for what is not
     read, or not in this form.
     """
-    found = _cached(source, form)
-    if found is not None:
-        return check_kept(found)
     folder = _place(source, form)
+    if is_made(folder):
+        return check_kept(folder)
     digest = source.gguf_sha256 if isinstance(source, BuiltIn) else remembered_sha256(source)
     about: dict[str, Any] = {
         "source": source.name, "source_sha256": digest, "converter": CONVERTER_VERSION
