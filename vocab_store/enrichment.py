@@ -79,7 +79,7 @@ class Enrichment:
     made: Mapping[str, Any] = field(default_factory=dict)
     prompts: bool = False
     _parts_of: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    _by_first: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(
+    _by_first: dict[int, list[tuple[tuple[int, ...], int]]] = field(
         init=False, repr=False, compare=False
     )
 
@@ -100,12 +100,8 @@ class Enrichment:
                 if not 0 <= part < self.base_vocab_size or part in own:
                     raise ValueError(f"token {token_id}: part {part} is no id of the base")
             by_first.setdefault(parts[0], []).append((parts, token_id))
-        longest_first = {
-            first: tuple(sorted(found, key=lambda entry: (-len(entry[0]), entry[1])))
-            for first, found in by_first.items()
-        }
         object.__setattr__(self, "_parts_of", dict(zip(self.ids, self.parts, strict=True)))
-        object.__setattr__(self, "_by_first", longest_first)
+        object.__setattr__(self, "_by_first", by_first)
 
     def __len__(self) -> int:
         """M: the number of tokens."""
@@ -464,7 +460,6 @@ def _mine(
     figures. The other parameters: see `enrich`."""
     num_before = state.num_tokens
     parts: list[Gram] = []
-    symbol_of: dict[Gram, int] = {}
 
     def expanded(symbol: int) -> Gram:
         return (symbol,) if symbol < base_vocab_size else parts[symbol - base_vocab_size]
@@ -485,11 +480,11 @@ def _mine(
         flat = tuple(i for symbol in gram for i in expanded(symbol))
         if state.copies(gram, flat):
             continue
-        symbol = symbol_of.get(flat)
-        if symbol is None:  # the same base ids, merged in another order, are one token
-            symbol = symbol_of[flat] = base_vocab_size + len(parts)
-            parts.append(flat)
-            insort(strings, (string(symbol), symbol))
+        # Never the parts of another token: equal base ids between two borders that no merge has
+        # crossed are merged alike everywhere.
+        symbol = base_vocab_size + len(parts)
+        parts.append(flat)
+        insort(strings, (string(symbol), symbol))
         state.merge(gram, symbol)
         if progress is not None:
             progress(len(parts), settings.budget)

@@ -45,7 +45,11 @@ def test_table_1_leaves_out_what_all_inputs_share() -> None:
     same = word_bigrams(["a b c"] * 3, ["a b c"] * 3)
     assert same.inputs.num == 0 and same.ratio == 0
     assert word_bigrams(["a b c"], ["a b"]).inputs.num == 2  # of one text, nothing is shared
-    assert word_bigrams([], []).delta_h == 0
+    nothing = word_bigrams([], [])
+    assert (nothing.delta_h, nothing.ratio) == (0, 0)
+    # What three begin and end with, not two of them; and no word is of both ends.
+    assert word_bigrams(["s t u v e f", "s m n o p f", "s t q r e f"], []).inputs.num == 9
+    assert word_bigrams(["a a", "a a a a"], []).inputs.num == 1
 
 
 @settings(max_examples=examples(300))
@@ -63,4 +67,5 @@ def test_tau_is_what_its_definition_says(pairs: list[tuple[int, int]]) -> None:
 
 def test_direction_counts_the_steps_where_x_rises() -> None:
     assert direction([(1, 9), (2, 5), (3, 6), (2, 1), (4, 0)]) == pytest.approx(2 / 3)
+    assert direction([(1, 9), (2, 5), (3, 5), (3, 1)]) == 0.5  # equal is neither rising nor falling
     assert direction([(2, 1), (1, 5)]) is None
