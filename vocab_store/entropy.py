@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -76,13 +77,10 @@ def measure(counts: Iterable[int], *, vocab_size: int = 0) -> Concentration:
     total = sum(times)
     if total == 0:
         return Concentration(0, 0.0, 0.0, 0.0, 0)
-    h1 = -math.fsum(t / total * math.log(t / total) for t in times)
-    h2 = -math.log(math.fsum((t / total) ** 2 for t in times))
-    covered = k80 = 0
-    for k80, t in enumerate(times, 1):  # noqa: B007
-        covered += t
-        if covered >= 0.8 * total:
-            break
+    # Not -fsum(...): of one n-gram alone that is -0.0, and told as -0.00.
+    h1 = 0.0 - math.fsum(t / total * math.log(t / total) for t in times)
+    h2 = 0.0 - math.log(math.fsum((t / total) ** 2 for t in times))
+    k80 = bisect_left(list(accumulate(times)), 0.8 * total) + 1
     normalised = h1 / math.log(vocab_size) if vocab_size > 1 else 0.0
     return Concentration(total, h1, h2, normalised, k80)
 

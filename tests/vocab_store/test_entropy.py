@@ -25,6 +25,8 @@ def test_entropies_of_known_distributions() -> None:
     assert skewed.k80 == 1
     assert skewed.h2 < skewed.h1
     assert measure([]).k80 == 0
+    alone = measure([5])
+    assert f"{alone.h1:.2f} {alone.h2:.2f} {alone.k80}" == "0.00 0.00 1"
     assert ngrams([[1, 2, 3], [1, 2]], 2) == Counter({(1, 2): 2, (2, 3): 1})
 
 

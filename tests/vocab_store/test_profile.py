@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tests.profiles import examples
 from tests.vocab_store.test_slice import Texts
-from vocab_store.errors import MissingIdsError, ProfileFileError
+from vocab_store.errors import MissingIdsError, ProfileFileError, VocabStoreError
 from vocab_store.profile import (
     Example,
     ProfileSettings,
@@ -106,7 +107,9 @@ def test_the_fill_order_is_outside_t_and_its_gains_are_the_held_out_misses(
     examples: list[Example], heldout: list[Example]
 ) -> None:
     made = build_profile(examples, LETTERS, REQUIRED, ProfileSettings(), heldout=heldout)
-    assert not set(made.fill_ids.tolist()) & set(made.slice.ids.tolist())
+    written = Counter(i for one in examples for ids in one for i in ids.tolist())
+    outside = set(range(V)) - set(made.slice.ids.tolist())
+    assert made.fill_ids.tolist() == sorted(outside, key=lambda i: (-written[i], i))
     assert made.filled(V).num_ids == V, "the whole order fills the vocabulary"
     total = sum(len(e.output_ids) for e in heldout)
     if total:
@@ -118,6 +121,7 @@ def test_the_fill_order_is_outside_t_and_its_gains_are_the_held_out_misses(
                 assert (made.miss_rate or 0.0) - made.fill_gains[:num].sum() == pytest.approx(
                     left, abs=1e-6
                 )
+                assert np.ptp(made.fill_gains[num : 2 * num + 1]) == 0, "single ones are estimates"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +140,8 @@ def test_each_filter_is_switchable_and_reported(
     documents = [([2, 3], [2, 4, 21]), ([2], [4, 5]), ([9], [4, 5, 3]), ([9], [4])]
     given = [example(*one) for one in documents]
     made = build_profile(given, LETTERS, REQUIRED, chosen, head_row_bytes=10)
+    with pytest.raises(VocabStoreError, match="at least one document"):
+        build_profile([], LETTERS, REQUIRED, chosen)
     told = report_of(made.manifest)
     found = told.num_unfiltered, told.num_input_aware, told.num_language, told.num_tolerance
     assert found == left
@@ -153,6 +159,13 @@ def test_coverage_counts_tokens_documents_and_dynamic_rows() -> None:
     assert both.recall == pytest.approx(4 / 6) and both.document_miss_rate == 0.5
     static_only = measure_coverage(made, heldout, dynamic=False)
     assert static_only.missed == ((7, 2), (2, 1))
+    assert measure_coverage(made, [example([], [9, 8])]).missed == ((8, 1), (9, 1))
+    many = [example([], [8, 8, *range(9, 25)])]
+    told = report_of(
+        build_profile(heldout, LETTERS, REQUIRED, ProfileSettings(), heldout=many).manifest
+    )
+    assert told.worst_missed[0] == (8, "i", 2)
+    assert [i for i, *_ in told.worst_missed] == list(range(8, 18)), "the ten most frequent"
     assert static_pruning_ids(heldout, REQUIRED).ids.tolist() == [0, 1, 2, 3, 4, 7]
 
 
@@ -171,8 +184,12 @@ def test_a_profile_file_is_read_back_whole(made: VocabProfile, tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == ["task.vocab"], "no temporary file is left"
     back = VocabProfile.load(path, fingerprint=b"letters", required=REQUIRED)
     assert back.slice.ids.tolist() == made.slice.ids.tolist() and back.version == made.version
-    refilled = replace(made, fill_ids=made.fill_ids[::-1])
-    assert refilled.version != made.version, "the T of `exact` is another one"
+    for other in (
+        replace(made, fill_ids=made.fill_ids[::-1]),  # the T of `exact` is another one
+        replace(made, fill_gains=made.fill_gains + 1),  # likewise
+        replace(made, manifest=made.manifest | {"fingerprint": "00"}),
+    ):
+        assert other.version != made.version
     assert back.slice.vocab_size == V
     np.testing.assert_array_equal(back.fill_ids, made.fill_ids)
     np.testing.assert_array_equal(back.fill_gains, made.fill_gains)
@@ -193,6 +210,15 @@ def test_a_profile_that_is_damaged_or_of_another_tokenizer_is_refused(
     with pytest.raises(ProfileFileError, match="for 30 tokens, the model has 31"):
         VocabProfile.load(path, required=RequiredIds.of(V + 1, eos_ids=[0]))
     whole = path.read_bytes()
+    for other in (
+        replace(made, slice=VocabSlice(np.array([0, 4, 1], np.int32), V)),
+        replace(made, slice=VocabSlice(np.array([0, 1, V], np.int32), V)),
+        replace(made, fill_ids=made.fill_ids + V),
+        replace(made, fill_gains=made.fill_gains * np.nan),
+    ):
+        other.save(path)
+        with pytest.raises(ProfileFileError, match=r"task\.vocab: .* within the vocabulary"):
+            VocabProfile.load(path)
     damaged = [b"", whole[:-4]]
     for at in (0, 8, 16, len(whole) - 1):  # what the file is, its version, the manifest, an array
         damaged.append(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])

@@ -40,13 +40,13 @@ class Texts:
 
 
 def test_required_ids_of_a_tokenizer_are_eos_specials_and_one_byte_tokens() -> None:
-    pieces = [b"<eos>", b"a", b"ab", b"\xe4", b"<pad>", b"", b"<end>", b"<unused7>"]
-    tokens = Texts(pieces, special=[0, 4, 7])  # as Gemma marks what only reserves a number
+    pieces = [b"<eos>", b"a", b"ab", b"\xe4", b"<pad>", b"", b"<end>", b"<unused7>", b"<unused7>s"]
+    tokens = Texts(pieces, special=[0, 4, 7, 8])  # as Gemma marks what only reserves a number
     required = RequiredIds.from_tokens(tokens, [0, 6])
     assert required.eos_ids.tolist() == [0, 6]
-    assert required.special_ids.tolist() == [0, 4]
+    assert required.special_ids.tolist() == [0, 4, 8]
     assert required.byte_ids.tolist() == [1, 3]
-    assert required.ids.tolist() == [0, 1, 3, 4, 6]
+    assert required.ids.tolist() == [0, 1, 3, 4, 6, 8]
     assert 7 in RequiredIds.from_tokens(tokens, [7]).ids
     with pytest.raises(ValueError, match="at least one EOS"):
         RequiredIds.from_tokens(tokens, [])
@@ -101,6 +101,8 @@ def test_ids_outside_the_vocabulary_and_pad_positions_are_refused() -> None:
         made.union([1, V])
     with pytest.raises(IndexError, match="-1"):
         made.union([-1])
+    with pytest.raises(ValueError, match="flat integers"):
+        made.union(np.array([1.5]))
     assert made.positions([V + 5, -7]).tolist() == [-1, -1]
 
 

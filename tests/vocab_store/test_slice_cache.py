@@ -70,6 +70,15 @@ def test_static_rows_are_copied_once_per_profile_not_per_request() -> None:
     assert loads == 1, "row 20 is shared by all five"
     assert (index.num_loads, index.num_hits) == (4 + 1, 4)
     assert index.num_static_rows == 4 and len(index.num_users) == 1
+    # Another scope loads its own row, so that it cannot tell what others have used.
+    other = index.acquire("other", "a@1", static.union([20]), scope="b")
+    assert other.num_loads == 1 and index.num_hits == 4
+    device.do(other)
+    device.do(index.extend(0, [21]))
+    more = index.extend("other", [21])
+    assert more.load_ids.tolist() == [21]
+    device.do(more)
+    assert device.seen_by(index, "other", "a@1") == device.seen_by(index, 0, "a@1")
 
 
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
@@ -98,6 +107,7 @@ def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     device.do(index.acquire("s1", "a", static.union([10])))
     refused = index.acquire("s2", "a", static.union([10, 11, 12]))
     assert refused.load_ids.tolist() == [11, 12]
+    assert refused.load_positions.tolist() == [1, 2], "the lowest free places"
     index.take_back("s2", refused.load_ids)
     index.release("s2")
     assert (len(index.num_users), index.num_cached_rows) == (1, 1)
@@ -108,6 +118,7 @@ def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
     assert device.seen_by(index, "s2", "a") == [0, 1, 11]
     device.do(index.extend("s2", [13]))
     assert device.seen_by(index, "s2", "a") == [0, 1, 11, 13]
+    assert index.acquire("s3", "a", static.union([20, 21, 22])).num_loads == 3, "none is lost"
 
 
 def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
