@@ -58,6 +58,7 @@ def test_sources_lengths_and_shares_have_their_own_cells() -> None:
         for share in (0.0, 0.3, 0.99, 1.0)
     }
     assert len(cells) == 2 * 5 * 4
+    assert calibration.cells(0, 1, 0.5) == calibration.cells(0, 1, 0.55), "an edge begins a cell"
     assert max(cells) < calibration.offered.shape[0]
 
 
@@ -84,6 +85,7 @@ def test_it_is_saved_atomically_and_restored(tmp_path: Path) -> None:
     first = tree(calibration)
     for _ in range(5):
         calibration.record(first, [0, 1])
+    calibration.record(first, [])
     path = tmp_path / "x" / "calibration.json"
     calibration.save(path)
     loaded = Calibration(["a", "b"])
@@ -94,11 +96,15 @@ def test_it_is_saved_atomically_and_restored(tmp_path: Path) -> None:
     assert chances(loaded, first.cell) == chances(calibration, first.cell)
     assert [p.name for p in path.parent.iterdir()] == ["calibration.json"]
     rows = loaded.table()
-    assert {(row["source"], row["offered"]) for row in rows} == {("a", 5.0)}
+    assert [(row["source"], row["offered"]) for row in rows] == [("a", n) for n in (6, 6, 5, 5)]
     assert [row["accepted"] for row in rows] == [0.0, 5.0, 5.0, 0.0]
+    assert [row["min_match_length"] for row in rows] == [1, 1, 2, 3]
     with pytest.raises(CalibrationError, match="is for the sources"):
         Calibration(["a"]).restore(path)
-    for damage in ("{", "{}", path.read_text().replace('"prior": 8.0', '"prior": -1')):
+    whole = path.read_text()
+    fewer = whole.replace('"offered": [8.0,', '"offered": [0.01,')  # than were accepted
+    for damage in ("{", "{}", whole.replace('"prior": 8.0', '"prior": -1'), fewer):
+        assert damage != whole
         path.write_text(damage)
         with pytest.raises(CalibrationError):
             loaded.restore(path)

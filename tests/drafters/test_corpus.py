@@ -59,8 +59,7 @@ def test_tables_equal_a_brute_force_count(docs: list[list[int]], p_min: int, n_m
             expected = {gram[-1]: count for gram, count in kept.items() if gram[:-1] == context}
             found = lookup(tables, *context)
             assert found == expected
-            counts = list(found.values())
-            assert counts == sorted(counts, reverse=True)
+            assert list(found) == sorted(found, key=lambda token: (-found[token], token))
         assert num_ngrams(tables)[n - 1] == len(kept)
 
 
@@ -194,6 +193,32 @@ def test_empty_corpora_work() -> None:
     assert corpus.num_documents == 0 and corpus.end_ids() == ()
     corpus = build_corpus([([], [1, 2, 3])], fingerprint="", p_min=1)
     assert lookup(corpus.tables, 1) == {2: 1}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "ends"),
+    [
+        ([[1, 0], [], [2, 0]], (0,)),
+        ([[1, 0], [2, 9], [3, 8]], ()),  # nothing ends most of them
+        ([[0, 1, 0], [2, 0]], ()),  # it stands elsewhere, too
+    ],
+)
+def test_the_end_is_what_ends_most_outputs_alone(
+    outputs: list[list[int]], ends: tuple[int, ...]
+) -> None:
+    corpus = build_corpus([([], output) for output in outputs], fingerprint="")
+    assert corpus.end_ids() == ends
+
+
+def test_a_large_corpus_is_indexed_by_its_last_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafters.corpus.MAX_INDEXED_TOKENS", 8)
+    corpus = build_corpus(EXAMPLES, fingerprint="", p_min=1)
+    assert corpus.nearest.norms.shape[0] == 2 and corpus.num_documents == 12
+    assert lookup(corpus.tables, 1) == {2: 12}, "the tables count all"
+    states = corpus.automaton.states
+    assert states[0, 2] == 8 + 2, "each token, and each start"
+    monkeypatch.setattr("drafters.corpus.MAX_INDEXED_TOKENS", 3)  # fewer than the last one has
+    assert build_corpus(EXAMPLES, fingerprint="").automaton.num_states == 0
 
 
 def test_measures_of_a_corpus_checked_by_hand() -> None:

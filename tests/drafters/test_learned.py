@@ -36,6 +36,8 @@ def test_what_is_held_is_bounded_in_outputs_and_prompts() -> None:
     held.max_tokens = 9
     held.add([3], range(20))
     assert _outputs(held) == [[*range(9)]], "a bound that was lowered is one of each output, too"
+    held.add(range(60), [8])
+    assert held.num_prompt_tokens <= 4 * 9, "and of each prompt"
     before = held.num_seen
     held.add([1], [])
     assert held.num_seen == before, "no output, nothing seen"
@@ -72,6 +74,8 @@ def test_a_text_that_comes_again_is_held_once_and_another_request_is_found() -> 
     for i in range(300):  # what was driven out may come again
         held.add([i], [i] * 4)
     assert held.add([1, 2, 7, 8], [5, 6, 9])
+    # The same output of another prompt is another text, wherever the prompt ends.
+    assert held.add([3], [5, 6, 9]) and held.add([3, 5], [6, 9])
 
 
 def test_the_same_additions_hold_the_same_outputs(tmp_path: Path) -> None:
@@ -128,7 +132,7 @@ def test_a_layer_adds_to_the_corpus_and_takes_nothing_away(max_merged: int) -> N
     assert _first_path(alone, [5, 6, 62], ANSWER[:2])[:2] != ANSWER[2:4]
     if max_merged:
         assert _first_path(drafter, [5, 6, 62])[:4] == ANSWER[:4], "the output's very start too"
-        mixed = MixDrafter(corpus=layer)
+        mixed = MixDrafter(corpus=corpus, learned=layer)
         assert _first_path(mixed, [5, 40, 41])[:3] == [42, 43, 44]
 
 

@@ -65,6 +65,8 @@ def test_the_order_of_merging_does_not_matter(
         left.insert(0, merge(some, max_tokens=max_tokens, oldest_ns=oldest))
     assert _told(merge(left, max_tokens=max_tokens, oldest_ns=oldest)) == _told(whole)
     assert whole.num_tokens <= max_tokens
+    num_prompt = sum(prompt.shape[0] for prompt, _ in whole.examples.values())
+    assert num_prompt <= LearnedOutputs.PROMPT_SHARE * max_tokens
     assert all(place > whole.floor and place[0] >= oldest for place in whole.examples)
     held = [(p.tobytes(), o.tobytes()) for p, o in whole.examples.values()]
     assert len(held) == len(set(held)), "what came again is held once"
@@ -72,10 +74,24 @@ def test_the_order_of_merging_does_not_matter(
 
 def test_the_newest_stay() -> None:
     parts = [
-        segment_of([(np.zeros(2, np.int32), np.full(4, i, np.int32))], i, 1) for i in (1, 2, 3)
+        segment_of([(np.zeros(2, np.int32), np.full(4, token, np.int32))], written, 1)
+        for written, token in ((1, 1), (2, 2), (3, 3), (4, 3))  # the last one came again
     ]
     merged = merge(parts, max_tokens=9)
     assert [int(output[0]) for _, output in merged.oldest_first()] == [2, 3]
+
+
+def test_what_is_older_than_one_that_did_not_fit_stays_given_up() -> None:
+    small, large, new = (
+        segment_of([(np.zeros(0, np.int32), np.full(num, num, np.int32))], written, 1)
+        for written, num in ((1, 1), (2, 9), (3, 2))
+    )
+    whole = merge([small, large, new], max_tokens=5)
+    assert [output.tolist() for _, output in whole.oldest_first()] == [[2, 2]]
+    parts = merge([large], max_tokens=5), merge([small, new], max_tokens=5)
+    assert _told(merge(parts, max_tokens=5)) == _told(whole)
+    long = segment_of([(np.zeros(4 * 5 + 1, np.int32), np.ones(1, np.int32))], 4, 1)
+    assert not merge([small, long], max_tokens=5).examples, "nor one with too long a prompt"
 
 
 def test_a_file_holds_it_and_a_server_of_its_own_can_read_it(tmp_path: Path) -> None:
@@ -121,6 +137,9 @@ def test_counts_are_told_taken_and_added() -> None:
     new = since(trust.counts(), before)
     assert new["evidence"][0, 5] == 4.0 and not new["outcomes"].any()
     other.set_counts(added([before, new]))
+    assert before["evidence"][:, 5].tolist() == [10.0, 8.0], "what is added up stays as it was"
+    other_shape = {"offers": np.ones((2, 3))}, {"offers": np.ones((2, 4))}
+    assert added(other_shape)["offers"].shape == (2, 3)
     trust.update()
     assert np.array_equal(other.weights, trust.weights)
     assert is_empty(since(before, trust.counts()))  # faded counts are none

@@ -185,10 +185,14 @@ def test_every_token_stands_in_as_many_outputs_as_asked(
 
 
 def test_the_seldomest_are_dropped_first_and_what_is_then_written_more_often_stays() -> None:
-    outputs = [(1, 2)] * 3 + [(1, 2, 3)] * 2
-    settings = EnrichSettings(9, 4, 2.0, least=4)
-    found = enrich(outputs, piece, tokenizer="t", base_vocab_size=V, settings=settings)
-    assert found.parts == ((1, 2),)
+    def found(outputs: list[tuple[int, ...]], least: int) -> tuple[tuple[int, ...], ...]:
+        settings = EnrichSettings(9, 2, 2.0, least=least)
+        return enrich(outputs, piece, tokenizer="t", base_vocab_size=V, settings=settings).parts
+
+    # Without (1, 2, 3), which one output is left to, four hold (1, 2).
+    outputs = [(1, 2, 3, 5)] * 4 + [(1, 2, 3)] + [(1, 2)] * 3
+    assert found(outputs, 4) == ((1, 2), (1, 2, 3, 5))
+    assert found([(1, 2, 3)] * 2 + [(1, 2)], 1) == ((1, 2, 3),), "min_count is the least there is"
 
 
 def test_an_ngram_that_is_rare_is_passed_over_and_does_not_end_the_search() -> None:

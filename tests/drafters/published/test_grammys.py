@@ -22,23 +22,31 @@ TABLE = BigramTable(
 
 def test_bigram_starts_a_draft_at_each_likely_token_and_goes_on_greedily() -> None:
     drafter = GrammysDrafter(table=TABLE, strategy="bigram", num_drafts=2, length=3)
-    tree = drafter.open([9, 9, 0]).propose(16, 16)
+    tree = drafter.open([0, 9, 0]).propose(16, 16)  # not from the text
     check_tree(tree)
     assert set(paths(tree)) == {(1,), (1, 2), (1, 2, 3), (2,), (2, 3), (2, 3, 4)}
     assert tree.token_ids[:3].tolist() == [1, 2, 3]  # the likelier draft first
+    shares = np.float32([0.6, 0.6, 0.6, 0.3, 0.6, 0.6])  # of the table, the first one of its row
+    assert tree.cell.tolist() == drafter.calibration.cells(0, [0, 1, 2] * 2, shares).tolist()
 
 
 def test_mixed_drafts_from_the_text_first_and_fills_with_bigrams() -> None:
     drafter = GrammysDrafter(table=TABLE, strategy="mixed", num_drafts=2, length=2)
     tree = drafter.open([3, 5, 5, 0, 4, 1, 0]).propose(16, 16)
     assert set(paths(tree)) == {(4,), (4, 1), (1,), (1, 2)}
-    by_source = {int(s) for t, s in zip(tree.token_ids, tree.source, strict=True) if t == 4}
-    assert by_source == {1}
+    at = tree.token_ids.tolist().index(4)  # the only token that followed
+    assert (tree.source[at], tree.cell[at]) == (1, drafter.calibration.cells(1, 0, 1.0))
 
 
 def test_what_followed_most_often_comes_first() -> None:
-    drafter = GrammysDrafter(strategy="mixed", num_drafts=1, length=1)
-    assert drafter.open([0, 4, 0, 2, 0, 4, 0]).propose(4, 4).token_ids.tolist() == [4]
+    for text, query, length, drafted in (
+        ([0, 4, 0, 4, 0, 2, 0], 1, 1, [4]),
+        ([0, 4, 0, 2, 0], 1, 1, [2]),  # of equal ones the newest
+        ([1, 2, 7, 3, 2, 8, 1, 2], 2, 1, [7]),  # behind both tokens
+        ([5, 6, 5], 1, 3, [6, 5]),  # up to the text's end
+    ):
+        drafter = GrammysDrafter(strategy="mixed", num_drafts=1, query=query, length=length)
+        assert drafter.open(text).propose(4, 4).token_ids.tolist() == drafted
 
 
 def test_the_budget_goes_to_the_likeliest_nodes() -> None:

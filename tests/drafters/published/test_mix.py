@@ -33,12 +33,16 @@ def test_the_longest_context_that_the_tables_hold_decides() -> None:
 def test_mixing_weighs_corpus_against_prompt() -> None:
     # In the prompt 2 is always followed by 4: p_prompt(4) = 1. In the corpus after "1 2":
     # p_corp(3) = 0.8, p_corp(4) = 0.2.
-    prompt = [1, 2, 4, 8, 1, 2]
-    assert first(MixDrafter(corpus=CORPUS, mixing=1.0), prompt) == 3
-    assert first(MixDrafter(corpus=CORPUS, mixing=0.0), prompt) == 4
-    # p(3) = 0.8 m, p(4) = 0.2 m + 1 - m: equal at m = 0.625.
-    assert first(MixDrafter(corpus=CORPUS, mixing=0.62), prompt) == 4
-    assert first(MixDrafter(corpus=CORPUS, mixing=0.63), prompt) == 3
+    # In the second prompt 2 alone is also followed by 5, later: the longer match decides.
+    for prompt in ([1, 2, 4, 8, 1, 2], [1, 2, 4, 8, 7, 2, 5, 1, 2]):
+        assert first(MixDrafter(corpus=CORPUS, mixing=1.0), prompt) == 3
+        assert first(MixDrafter(corpus=CORPUS, mixing=0.0), prompt) == 4
+        # p(3) = 0.8 m, p(4) = 0.2 m + 1 - m: equal at m = 0.625.
+        assert first(MixDrafter(corpus=CORPUS, mixing=0.62), prompt) == 4
+        assert first(MixDrafter(corpus=CORPUS, mixing=0.63), prompt) == 3
+        for mixing, source in ((0.5, "prompt"), (0.7, "corpus")):  # what most of p comes from
+            tree = MixDrafter(corpus=CORPUS, mixing=mixing).open(prompt).propose(1, 1)
+            assert MixDrafter.sources[tree.source[0]] == source
     # Either may be all: without a match it gives its most frequent token.
     assert first(MixDrafter(corpus=CORPUS, mixing=1.0), [50, 60, 50]) == 2
     assert first(MixDrafter(corpus=CORPUS, mixing=0.0), [9, 2]) == 9
@@ -51,6 +55,9 @@ def test_the_prompts_tables_grow_with_the_output_and_roll_back() -> None:
     session.rollback(1)
     session.extend([40, 41, 30])
     assert session.propose(1, 1).token_ids.tolist() == [40]
+    session = MixDrafter(mixing=0.0).open([7, 7, 7])
+    session.extend(range(100, 900))  # more than it has room for; the last one is new
+    assert session.propose(1, 1).token_ids.tolist() == [7], "still the most frequent"
 
 
 def test_pruning_is_by_p_min() -> None:
@@ -68,6 +75,9 @@ def test_drafts_are_chains_as_long_as_the_horizon() -> None:
 
 
 def test_calibration_turns_outcomes_into_survival() -> None:
+    drafter = MixDrafter(corpus=CORPUS, mixing=0.9)
+    cell = drafter.open([1, 2]).propose(1, 1).cell
+    assert cell == drafter.calibration.cells(0, 2, 0.9 * 0.8), "of the longer match, the corpus'"
     drafter = MixDrafter(corpus=CORPUS)
     session = drafter.open([1, 2])
     before = float(session.propose(1, 1).survival[0])

@@ -72,10 +72,13 @@ def test_the_trie_and_its_draft_are_those_of_the_plain_algorithm(
 
 
 def test_the_worked_draft() -> None:
-    session = TrieDrafter(n=4, prefix_length=2).open(CONTEXT)
+    drafter = TrieDrafter(n=4, prefix_length=2)
+    session = drafter.open(CONTEXT)
     session.extend([A, B])
     tree = session.propose(32, 32)
-    assert set(paths(tree)) == {(C,), (C, D), (E,)}
+    assert paths(tree) == [(C,), (C, D), (E,)]
+    # Match lengths and shares: a b occurs twice, each of the three once.
+    assert tree.cell.tolist() == drafter.calibration.cells(0, [2, 3, 2], [0.5, 1.0, 0.5]).tolist()
 
 
 def test_matches_shorten_and_only_generated_tokens_match() -> None:

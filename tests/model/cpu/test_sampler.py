@@ -4,6 +4,7 @@ ids equal the reference's is a test of gpu/test_sampler.py, for both samplers.""
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from server.model.cpu.draws import Draws
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels.sampling import DrawSettings
 from server.model.cpu.records import FAILED
-from server.model.draws import undrawn
+from server.model.draws import noise_key, undrawn
 from server.types import DRAW_NUMBERS, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model.batches import draw_params
@@ -50,6 +51,12 @@ def drawn(batch: Batch, logits: Logits) -> list[int]:
 
 def test_the_kernel_s_numbers_are_those_of_a_request_in_their_order() -> None:
     assert DrawSettings._fields == DRAW_NUMBERS
+
+
+def test_each_seed_choice_and_position_has_noise_of_its_own() -> None:
+    """The reference sampler has the same key, so that it would not tell."""
+    of = list(product((0, 1, 1 << 32, (1 << 64) - 1), range(3), range(3)))
+    assert len({noise_key(*one) for one in of}) == len(of)
 
 
 def test_pruned_noise_draws_from_the_softmax() -> None:
