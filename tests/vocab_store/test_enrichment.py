@@ -155,10 +155,9 @@ def test_what_outputs_copy_from_their_prompts_is_part_of_no_token() -> None:
     written = enrich(outputs, piece, tokenizer="t", base_vocab_size=V, copied=[(), (), *copied[2:]])
     assert set(written.parts) == {(0, 1, 2), (0, 1, 2, 4)}
     # (1, 2) is written unasked only within (0, 1, 2), and is copied where it stands alone.
-    outputs, copied = [(0, 1, 2)] * 20 + [(3, 1, 2)] * 10, [frozenset[int]()] * 20
-    found = enrich(
-        outputs, piece, tokenizer="t", base_vocab_size=V, copied=[*copied, *[frozenset({1})] * 10]
-    )
+    alone = [(0, 1, 2)] * 20 + [(3, 1, 2)] * 10
+    copied = [frozenset[int]()] * 20 + [frozenset({1})] * 10
+    found = enrich(alone, piece, tokenizer="t", base_vocab_size=V, copied=copied)
     assert set(found.parts) == {(0, 1, 2)}
     # Nineteen prompts of twenty are nearly all, eighteen are not.
     assert may_copy([(0, 1)] * 18 + [(0,), ()]) == [{1}] * 18 + [set(), set()]
@@ -185,7 +184,7 @@ def test_every_token_stands_in_as_many_outputs_as_asked(
 
 
 def test_the_seldomest_are_dropped_first_and_what_is_then_written_more_often_stays() -> None:
-    def found(outputs: list[tuple[int, ...]], least: int) -> tuple[tuple[int, ...], ...]:
+    def found(outputs: Sequence[tuple[int, ...]], least: int) -> tuple[tuple[int, ...], ...]:
         settings = EnrichSettings(9, 2, 2.0, least=least)
         return enrich(outputs, piece, tokenizer="t", base_vocab_size=V, settings=settings).parts
 

@@ -26,7 +26,9 @@ def test_bigram_starts_a_draft_at_each_likely_token_and_goes_on_greedily() -> No
     check_tree(tree)
     assert set(paths(tree)) == {(1,), (1, 2), (1, 2, 3), (2,), (2, 3), (2, 3, 4)}
     assert tree.token_ids[:3].tolist() == [1, 2, 3]  # the likelier draft first
-    shares = np.float32([0.6, 0.6, 0.6, 0.3, 0.6, 0.6])  # of the table, the first one of its row
+    shares = np.asarray(
+        [0.6, 0.6, 0.6, 0.3, 0.6, 0.6], np.float32
+    )  # of the table, the first one of its row
     assert tree.cell.tolist() == drafter.calibration.cells(0, [0, 1, 2] * 2, shares).tolist()
 
 
