@@ -182,8 +182,8 @@ def _folders(config: ServerConfig) -> Iterator[tuple[ModelConfig, Path | None]]:
     from server.wiring.model import serves_file
 
     for model in config.models:
-        form = "file" if serves_file(model, config.engine) else "float32"
-        yield model, cached_folder(model.path, form)
+        as_file = serves_file(model, config.engine)
+        yield model, cached_folder(model.path, "file" if as_file else "float32")
 
 
 def _tasks(config: ServerConfig) -> Iterator[Finding]:
