@@ -12,10 +12,10 @@ import torch
 
 from server.errors import ConfigError
 from server.training import loop
-from server.training.examples import TrainExample
-from server.training.loop import TrainOptions, TrainProgress, evaluate_loss, train
+from server.training.examples import TrainExample, collate, segmented
+from server.training.loop import TrainOptions, TrainProgress, TrainResult, evaluate_loss, train
 from server.training.lora import Tuned
-from tests.training.tiny import EOS, V, examples, next_id, tuned
+from tests.training.tiny import ENRICHMENT, EOS, V, examples, next_id, tuned
 
 OPTIONS = TrainOptions(
     epochs=2, batch_size=4, max_tokens=64, learning_rate=2e-2, rows_learning_rate=2e-2,
@@ -131,19 +131,51 @@ def test_the_step_of_the_lowest_held_back_loss_is_kept(tmp_path: Path) -> None:
 def test_the_last_step_is_kept_where_the_held_back_loss_has_hardly_risen(
     last: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, half = tuned(), list[torch.Tensor]()
+    """In a run that was stopped in between, too."""
+    half = list[torch.Tensor]()
     losses = iter([5.0, 1.0, last])  # before, in the middle, at the end
     monkeypatch.setattr(loop, "evaluate_loss", lambda *_, **__: (next(losses), 3))
-
-    def report(progress: TrainProgress) -> None:
-        if progress.validation is not None:
-            half.extend(p.detach().clone() for _, p in given.trained())
-
     options = replace(OPTIONS, epochs=6, batch_size=5, validations=2)
-    result = train(given, examples(), examples(3), options, tmp_path, report=report)
+
+    def run(stop_at: int) -> tuple[Tuned, TrainResult]:
+        given = tuned()
+
+        def report(progress: TrainProgress) -> None:
+            if progress.validation is not None:
+                half.extend(p.detach().clone() for _, p in given.trained())
+            if progress.step == stop_at:
+                raise KeyboardInterrupt
+
+        return given, train(given, examples(), examples(3), options, tmp_path, report=report)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_at=9)
+    given, result = run(stop_at=0)
     assert (result.kept_step, result.nats_after) == (kept, last if kept == 12 else 1.0)
     stays = [torch.equal(p, q) for (_, p), q in zip(given.trained(), half, strict=True)]
     assert all(stays) if kept == 7 else not any(stays)
+
+
+def test_a_step_is_adamw_s_of_the_mean_loss_at_each_group_s_rate(tmp_path: Path) -> None:
+    options = replace(
+        OPTIONS, epochs=40, batch_size=10, rows_learning_rate=5e-2, warm_up=0.0, spell_out=0.0
+    )  # a step of all examples in several batches
+    given, plain = tuned(), tuned()
+    train(given, examples(), [], options, tmp_path, report=lambda _: None)
+    lora, rows = plain.groups()
+    optimizer = torch.optim.AdamW([{"params": lora}, {"params": rows}], weight_decay=0.0)
+    for step in range(40):
+        for group, rate in zip(optimizer.param_groups, (2e-2, 5e-2), strict=True):
+            group["lr"] = rate * (1.0 - step / 40)
+        some = [segmented(example, ENRICHMENT) for example in examples()]
+        batch = collate(some, "cpu", packed=plain.is_packed)
+        (plain.loss(batch) / batch.targets.numel()).backward()
+        torch.nn.utils.clip_grad_norm_([*lora, *rows], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    theirs = dict(plain.trained())
+    for name, parameter in given.trained():
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])  # the last validation meets it, or a step
@@ -198,7 +230,7 @@ def test_the_time_left_is_right_behind_a_stop(epochs: int, tmp_path: Path) -> No
     assert seen[stopped].left_s == pytest.approx(took - 1.0, abs=1.0)
 
 
-@pytest.mark.parametrize(("limit_s", "num_held"), [(12.0, 0), (12.0, 6), (40.0, 6)])
+@pytest.mark.parametrize(("limit_s", "num_held"), [(12.0, 0), (12.0, 6), (40.0, 6), (20.0, 90)])
 def test_all_is_done_within_the_time_limit(limit_s: float, num_held: int, tmp_path: Path) -> None:
     """A forward pass takes a second here, and the command had taken two before."""
     given = tuned()
