@@ -168,7 +168,7 @@ def test_a_step_is_adamw_s_of_the_mean_loss_at_each_group_s_rate(tmp_path: Path)
         for group, rate in zip(optimizer.param_groups, (2e-2, 5e-2), strict=True):
             group["lr"] = rate * (1.0 - step / 40)
         some = [segmented(example, ENRICHMENT) for example in examples()]
-        batch = collate(some, "cpu", packed=plain.is_packed)
+        batch = collate(some, plain.device, packed=plain.is_packed)
         (plain.loss(batch) / batch.targets.numel()).backward()
         torch.nn.utils.clip_grad_norm_([*lora, *rows], 1.0)
         optimizer.step()
