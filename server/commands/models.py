@@ -182,7 +182,7 @@ def prior(
 
     from drafters.auto.prior import FORMAT
     from server.commands.own_engine import own_engine
-    from server.commands.train_prior import embeddings_of, fit, own_texts, read_texts
+    from server.commands.train_prior import TASKS, embeddings_of, fit, own_texts, read_texts
     from server.model.cpu.generic.runner import GenericRunner
     from server.model.cpu.runner import CpuRunner
     from server.wiring.drafter import model_fingerprint
@@ -199,7 +199,11 @@ def prior(
         if threads is not None:
             torch.set_num_threads(threads)
         if text is None:
-            texts = own_texts(runner, tokens, seed=seed, progress=bar)
+            tasks = [
+                [served.tokenizer.encode(part, add_special_tokens=False).ids for part in task]
+                for task in TASKS
+            ]
+            texts = own_texts(runner, tokens, tasks, seed=seed, progress=bar)
         else:
             with writing(text):
                 whole = text.read_text(encoding="utf-8", errors="replace")

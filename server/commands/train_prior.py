@@ -1,19 +1,22 @@
 """Trains a model's prior (drafters.auto.prior) on what the model itself holds likely.
 
-    texts = own_texts(runner, 100_000, seed=0)          # needs no text of anybody
+    tasks = [[encode(part) for part in task] for task in TASKS]
+    texts = own_texts(runner, 100_000, tasks, seed=0)   # needs no text of anybody
     prior = fit(texts, embeddings_of(runner))
 
-A text begins with any id of the vocabulary. Half of the texts are drawn from the model's likeliest
-ids to their end; the others are drawn for a few ids and are then what the model writes greedily, as
-most requests of tasks do. Every row gives the state that the LM head was given and what the model
-held likely there: the head is distilled from these, behind the state and up to MOST_FOLLOWED ids
-later. Texts of the user's own are computed as they are, and nothing but the model's own next ids is
-learned of them.
+Most texts begin with any id of the vocabulary, and are drawn from the model's likeliest ids to
+their end, or for a few ids and are then what the model writes greedily, as most requests of tasks
+do. The others have the shape of tasks (as in Magpie, arXiv 2406.08464, the model writes the inputs,
+too): words that ask for something, an input that is drawn, and the greedy answer behind a label.
+Every row gives the state that the LM head was given and what the model held likely there: the head
+is distilled from these, behind the state and up to MOST_FOLLOWED ids later. Texts of the user's own
+are computed as they are, and nothing but the model's own next ids is learned of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,9 +34,35 @@ from server.types import SamplingParams
 
 NUM_LIKELY = 8
 NUM_TEXTS = 64  # side by side
-TEXT_TOKENS = 96
-NUM_DRAWN = 16  # ids of a text that then goes on greedily
 NUM_OUTPUTS = 2048
+
+TASKS = (
+    ("\n\nSummarize the text.\n\n", "\n\nSummary:"),
+    ("\n\nText: ", "\n\nThe text in one sentence:"),
+    ("\n\nTranslate into French.\n\n", "\n\nFrench:"),
+    ("\n\nTranslate the sentence to German: ", "\nGerman:"),
+    ("\n\nQuestion: ", "\nAnswer:"),
+    ("\n\nContext: ", "\n\nQuestion: What is this about?\nAnswer:"),
+    ("\n\nAnswer from the document.\n\nDocument: ", "\n\nAnswer:"),
+    ("\n\nExtract names, places and dates as JSON.\n\n", "\n\nJSON:"),
+    ("\n\nList what is mentioned: ", "\n-"),
+    ("\n\nWrite an SQL query for this: ", "\nSQL: SELECT"),
+    ("\n\nMessage: ", "\nCategory:"),
+    ("\n\nIs the review positive or negative?\n\nReview: ", "\nSentiment:"),
+    ("\n\nExplain how to solve it.\n\nProblem: ", "\nSolution:"),
+    ("\n\nRewrite in plain English: ", "\nRewritten:"),
+    ("\n\nCorrect the spelling.\n\n", "\n\nCorrected:"),
+    ("\n\nDialogue:\n", "\n\nNotes:"),
+    ("\n\nArticle: ", "\nHeadline:"),
+    ("\n\nAbstract: ", "\nKeywords:"),
+    ("\n\nFacts: ", "\nDescription:"),
+    ("\n\nUser: ", "\nAssistant:"),
+    ("\n\nFix the code.\n\n```\n", "\n```\n\nFixed:\n```"),
+    ("\n\nEmail:\n", "\n\nReply:\n"),
+    ("\n\nCommand: ", "\nAction:"),
+    ("\n\nMark the words.\n\nSentence: ", "\nMarked:"),
+)
+"""What stands before an input, and between it and the answer: such as people write."""
 
 Progress = Callable[[str, int, int], None]
 """(what is done, how far, of how much)."""
@@ -91,36 +120,82 @@ class _Rows:
 
 
 def own_texts(
-    runner: StateRunner, num_tokens: int, *, seed: int, progress: Progress = lambda *_: None
+    runner: StateRunner,
+    num_tokens: int,
+    tasks: Sequence[Sequence[Sequence[int]]],
+    *,
+    seed: int,
+    progress: Progress = lambda *_: None,
 ) -> list[Written]:
-    """Texts of at least num_tokens ids in all, written by the model from nothing."""
+    """Texts of at least num_tokens ids in all, written by the model from nothing.
+
+    tasks: for each, the ids before an input and those between it and the answer.
+    """
     info = runner.info
     num = min(NUM_TEXTS, info.max_num_batched_tokens)
-    length = min(TEXT_TOKENS, info.max_model_len)
     texts: list[Written] = []
-    every = np.arange(num, dtype=np.int32)
-    while (done := len(texts) * length) < num_tokens:
+    every, done = np.arange(num, dtype=np.int32), 0
+    while done < num_tokens:
         rng = np.random.default_rng((seed, done))
-        num_drawn = NUM_DRAWN if len(texts) // num % 2 else length
+        turn = len(texts) // num % len(_TURNS)
+        length = min(_TURNS[turn][0], info.max_model_len)
+        scripts = [_TURNS[turn][1](rng, info.vocab_size, tasks) for _ in range(num)]
         rows, told = _Rows(runner, num, length), []
         ids = np.zeros((num, length), np.int32)
-        ids[:, 0] = rng.integers(0, info.vocab_size, num)
+        ids[:, 0] = [next(script) for script in scripts]
         for at in range(length):
             told.append(rows.compute(every, np.full(num, at, np.int32), ids[:, at].copy()))
             _, likely, chances = told[-1]
             if at + 1 < length:
                 ends = np.isin(likely, info.eos_token_ids)
+                ended = ends[every, chances.argmax(axis=1)]
+                moves = np.array([s.send(bool(end)) for s, end in zip(scripts, ended, strict=True)])
                 weights = np.where(ends, 0.0, chances.astype(np.float64)) + 1e-9
-                column = weights.argmax(axis=1)
-                if at < num_drawn:
-                    summed = (weights / weights.sum(axis=1, keepdims=True)).cumsum(axis=1)
-                    column = (summed < rng.random((num, 1))).sum(axis=1).clip(max=NUM_LIKELY - 1)
-                ids[:, at + 1] = likely[every, column].clip(min=0)
+                summed = (weights / weights.sum(axis=1, keepdims=True)).cumsum(axis=1)
+                drawn = (summed < rng.random((num, 1))).sum(axis=1).clip(max=NUM_LIKELY - 1)
+                column = np.where(moves == _DRAWN, drawn, weights.argmax(axis=1))
+                ids[:, at + 1] = np.where(moves >= 0, moves, likely[every, column].clip(min=0))
         states, likelies, shares = (np.stack(part, axis=1) for part in zip(*told, strict=True))
         halves = states.astype(np.float16)
         texts += [Written(ids[i], halves[i], likelies[i], shares[i]) for i in range(num)]
-        progress("texts of the model's own", min(done + num * length, num_tokens), num_tokens)
+        done += num * length
+        progress("texts of the model's own", min(done, num_tokens), num_tokens)
     return texts
+
+
+_Script = Generator[int, bool, None]
+"""How a text gets its ids: one that is given, or _DRAWN or _GREEDY from what the model held likely.
+It is told whether the model would end there; what is taken is no end."""
+_DRAWN, _GREEDY = -1, -2
+
+
+def _any_text(num_drawn: int, rng: np.random.Generator, vocab_size: int, _: object) -> _Script:
+    yield int(rng.integers(vocab_size))
+    for _ in range(num_drawn):
+        yield _DRAWN
+    while True:
+        yield _GREEDY
+
+
+def _tasks(rng: np.random.Generator, _: int, tasks: Sequence[Sequence[Sequence[int]]]) -> _Script:
+    """One task after the other."""
+    while True:
+        before, label = tasks[rng.integers(len(tasks))]
+        for token in before:
+            yield token
+        for _ in range(rng.integers(12, 96)):
+            yield _DRAWN
+        for token in label:
+            yield token
+        for _ in range(rng.integers(48, 128)):
+            if (yield _GREEDY):
+                break
+
+
+_DRAWN_TEXTS = (96, functools.partial(_any_text, 96))
+_GREEDY_TEXTS = (96, functools.partial(_any_text, 16))
+_TURNS = (_DRAWN_TEXTS, _GREEDY_TEXTS, _DRAWN_TEXTS, _GREEDY_TEXTS, (192, _tasks))
+"""What is written in turn: how many ids a text has, and its script."""
 
 
 def read_texts(

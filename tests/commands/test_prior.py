@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from drafters.auto.drafter import AutoDrafter
@@ -17,6 +18,7 @@ from drafters.base import Drafter
 from server.commands.cli import main
 from server.commands.options import Bar, ModelOptions
 from server.commands.own_engine import own_engine
+from server.commands.train_prior import own_texts
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
@@ -57,6 +59,30 @@ def _answers(
     engine.close()
     accepted = [a for d in deltas for name, _, a in d.counts.by_source if name == "prior"]
     return [tuple(ids_of(told[str(i)])) for i in range(num)], sum(accepted)
+
+
+def test_texts_have_the_shape_of_tasks_and_are_what_the_model_would_write(shallow: Path) -> None:
+    sizes = EngineSizes(max_num_seqs=4, max_num_batched_tokens=4, kv_bytes=1 << 21)
+    tasks = [[(5, 6), (7, 8)], [(9,), (10, 11, 12)]]
+    with closing(build_runner(RunnerSpec("tiny", str(shallow), sizes, threads=1))) as runner:
+        texts = own_texts(runner, 4 * (4 * 96 + 192), tasks, seed=3)
+        ends = runner.info.eos_token_ids
+    assert [text.ids.shape[0] for text in texts] == [96] * 16 + [192] * 4
+    for number, text in enumerate(texts):
+        chances = np.where(np.isin(text.likely, ends), 0.0, text.chances)
+        greedy = text.likely[np.arange(len(chances)), chances.argmax(axis=1)]
+        follows = text.ids[1:] == greedy[:-1]
+        drawn = (text.ids[1:, None] == text.likely[:-1]).any(axis=1)
+        assert not np.isin(text.ids[1:], ends).any()
+        if number < 16:
+            of_few = number // 4 % 2 == 1
+            assert drawn.all() and follows[16:].all() == of_few, "a few are drawn, then none"
+            continue
+        ids = text.ids.tolist()
+        before, label = next(task for task in tasks if ids[: len(task[0])] == list(task[0]))
+        at = next(i for i in range(12, 192) if ids[i : i + len(label)] == list(label))
+        assert drawn[len(before) - 1 : at - 1].all() and not follows[: at - 1].all()
+        assert follows[at + len(label) - 1 :][:40].all()
 
 
 def test_it_drafts_and_changes_no_text(shallow: Path, file: Path) -> None:
