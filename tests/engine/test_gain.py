@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.engine import gain as made
 from server.engine.gain import REST, Gain, StepShape, num_repeats
-from server.engine.step_times import CostTable, row_grid
+from server.engine.step_times import MEMORY, CostTable, row_grid, seconds_of
 from tests.engine.gain_calls import choose, note_ask, note_drafts
 from tests.profiles import examples
 
@@ -33,7 +34,7 @@ def _choose(
     seats = [gain.seat(("known", i)) for i in range(len(claims))]
     for seat in seats:
         for part in (0.05, 0.2, 0.45, 0.7, 0.95):
-            note_drafts(gain, seat, np.full(10_000, part), range(round(10_000 * part)))
+            note_drafts(gain, seat, np.full(400, part), range(round(400 * part)))
     arrays = [np.asarray(own, np.float64) for own in claims]
     return choose(gain, seats, arrays, shape, room)
 
@@ -84,6 +85,9 @@ def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
         seats = [gain.seat("a")]
         found = [gain.ask(seats, _alone(1), 100) for _ in range(200)]
         assert {ceiling for why, ceiling in found if why == [""]} == ({most} if most else set())
+    known = gain.seat("known", knows=True)
+    assert gain.ask([known], _alone(1), 64) == (["cooldown"], 0), "no node could pay"
+    assert gain.is_asked(known), "were there one that could"
 
 
 def test_a_grammar_s_tokens_are_certain_whatever_was_claimed_before() -> None:
@@ -93,6 +97,12 @@ def test_a_grammar_s_tokens_are_certain_whatever_was_claimed_before() -> None:
     claims = [np.array([1.0, 1.0, 0.9])]
     assert choose(gain, [seat], claims, _alone(1), 100, [2]) == [2]
     assert choose(gain, [seat], claims, _alone(1), 100) == [0]
+    start, certain = np.array([0, 3], np.int32), np.array([2], np.int32)
+    gain.observe_asks(np.array([seat]), start, certain, claims[0])
+    assert gain.scope_of(seat)[4:10].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    note_drafts(gain, seat, np.full(500, 0.4), range(500))  # more come than were claimed
+    trees = [np.ones(2), np.full(1, 0.55)]
+    assert choose(gain, [seat, seat], trees, _alone(2), 2, [2, 0]) == [2, 0]
 
 
 def test_long_histories_make_nodes_dearer() -> None:
@@ -142,6 +152,87 @@ def test_a_token_saves_little_where_long_prompts_come_all_the_time() -> None:
 
 
 # -- who is asked ---------------------------------------------------------------------------------
+
+
+def _weighed(
+    gain: Gain, scopes: np.ndarray, seats: np.ndarray, shape: StepShape
+) -> tuple[np.ndarray, float, float]:
+    """Which of these choices, each of a scope of its own, are to be asked, what a token that comes
+    saves and what a node takes: the module's first lines over whole arrays. scopes: the rows of
+    their scopes, written as they are afterwards."""
+    assert gain.cost is not None
+    rows, seconds, key_s, likely_s = gain.cost.curve
+    num, keys_s, beside = shape.num_draws, key_s * shape.mean_len, gain.host.numbers[4]
+    at = [seconds_of(rows, seconds, n) for n in (num, num + 1, num + beside, num + 2 * beside)]
+    asks, (offered, claimed, came) = (
+        scopes[:, 4],
+        np.moveaxis(scopes[:, 5:].reshape(-1, 3, 5), 1, 0),
+    )
+    likely = max(1.0, (came.sum(axis=1) / np.maximum(asks, 1.0)).sum())
+    host_s = gain.host.plain(num)
+    token_s = (at[0] + host_s) / num + keys_s
+    node_s = keys_s + likely_s + (seconds_of(rows, seconds, num + likely) - at[0]) / likely
+    saved_s = max(at[1] - at[0], (2 * at[2] - at[3] + host_s) / num) + keys_s
+    edges = np.array([0.0, *made.EDGES, 1.0])
+    middles = (edges[1:] + edges[:-1]) / 2
+    trust = np.minimum((came + made.PRIOR) / (claimed + made.PRIOR), 1 / middles)
+    own = seats[:, 2:] + made.PRIOR
+    own_trust = np.minimum(1.0, (own[:, 1] + np.sqrt(own[:, 1])) / own[:, 0])
+    chance = trust * middles * own_trust[:, None]
+    asks = np.maximum(asks, 1e-3)
+    most = 1.0 + came.sum(axis=1) ** 2
+    high_first = np.minimum(np.cumsum((offered / asks[:, None])[:, ::-1], axis=1), most[:, None])
+    supply = np.diff(high_first, prepend=0.0)[:, ::-1]
+    saved, price = min(1.0, saved_s / token_s), node_s / token_s
+    worth = np.maximum(0.0, chance * saved - price)
+    repeated = made.REPEAT * np.minimum(1.0, scopes[:, 3])
+    value = (asks * (supply * worth).sum(axis=1) + repeated) / (asks + 1.0)
+    doubt = np.sqrt(((supply * chance).sum(axis=1) + made.DOUBT) / asks)
+    account = np.minimum(scopes[:, 0] + made.SHARE, made.MOST)
+    would, ask, num_asked = np.ones(len(asks), bool), 0.0, len(asks) + 1
+    while would.sum() < num_asked:  # who is not asked leaves more to pay to the others
+        num_asked = int(would.sum())
+        ask = (gain.host.asking(max(num_asked, 1)) + likely_s * num) / max(num_asked, 1) / token_s
+        net = value - ask
+        bears = (net > doubt) | (account >= np.minimum(np.maximum(-net, 0.0), ask))
+        would = (net + doubt > 0.0) & bears
+    share = 1.0 - 1.0 / (np.where(would, MEMORY, made.IDLE) * scopes[:, 2])
+    scopes[:, 0], scopes[:, 1] = account - ask * would, would
+    scopes[:, 3] *= np.where(would, share, 1.0)
+    scopes[:, 4:] *= share[:, None]
+    return would, saved, price
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_who_is_asked_and_what_is_booked_is_that_of_whole_arrays(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    gain = Gain(CostTable(ROWS, np.cumsum(rng.exponential(3e-4, len(ROWS))) + 4e-3, 1e-6, 1e-4))
+    gain.host.numbers[:] = rng.uniform(0.0, 2e-4, 5)
+    gain.host.numbers[4] = rng.choice([0.0, 3.0, 60.0])
+    seats = [gain.seat(i) for i in range(int(rng.integers(1, 9)))]
+    for seat in seats:
+        scope, num_asks = gain.scope_of(seat), rng.choice([0.0, 0.5, 4.0, 60.0])
+        offered = num_asks * rng.exponential(0.7, 5)
+        claimed = offered * rng.uniform(0.0, 1.0, 5)
+        came = claimed * rng.choice([0.1, 1.0, 3.0])
+        scope[:5] = (
+            rng.uniform(-0.2, 3.2),
+            0.0,
+            rng.integers(1, 3),
+            rng.choice([0.0, 0.6, 2.0]),
+            num_asks,
+        )
+        scope[5:] = np.concatenate((offered, claimed, came))
+        gain.seats.table[seat, 2:] = rng.exponential(2.0, 2)
+    scopes, own = np.array([gain.scope_of(seat) for seat in seats]), gain.seats.table[seats]
+    shape = StepShape(len(seats), len(seats), 100.0)
+    why, _ = gain.ask(seats, shape, 64)
+    would, saved, price = _weighed(gain, scopes, own, shape)
+    assert [not reason for reason in why] == would.tolist()
+    np.testing.assert_allclose([gain.scope_of(seat) for seat in seats], scopes, rtol=1e-12)
+    note_drafts(gain, seats[0], np.full(3, 0.5), [0])
+    earned = min(max(scopes[0, 0] + saved - 3 * price, -made.LEAST), made.MOST)
+    assert gain.scope_of(seats[0])[0] == pytest.approx(earned)
 
 
 @dataclass
@@ -442,7 +533,11 @@ def test_what_repeats_is_seen_without_an_ask() -> None:
     seat = gain.seat("a")
     assert gain.watch(seat, copies[:12], 9)
     once = gain.scope_of(seat).copy()
-    assert not gain.watch(seat, copies[:12], 9) and np.array_equal(gain.scope_of(seat), once)
+    for end in (12, 11):  # the second was taken back
+        assert not gain.watch(seat, copies[:end], 9)
+        assert np.array_equal(gain.scope_of(seat), once)
+    gain.watch(seat, news[:44], 12)
+    assert gain.scope_of(seat)[3] == once[3] * (1.0 - 32 / MEMORY), "what was seen fades"
 
 
 def test_copies_are_found_as_soon_in_a_long_answer() -> None:
@@ -479,6 +574,8 @@ def test_a_scope_with_the_model_s_prior_is_asked_at_once_where_that_pays() -> No
     for seat in others:
         gain.leave(seat)
     assert gain.is_asked(gain.seat("later", foresees=True))
+    gain.host.numbers[2] = FIRST_S  # asking takes as long as a step
+    assert not gain.is_asked(gain.seat("dear", foresees=True))
 
 
 def test_what_asking_anybody_takes_is_borne_by_those_that_are_asked() -> None:
@@ -503,14 +600,22 @@ def test_scopes_used_longest_ago_are_forgotten_but_none_that_has_a_choice() -> N
     gain.leave(second)
     gain.seat("c", knows=True)
     assert [gain.rests(key) for key in "abc"] == [False, True, False]
+    gain.scope_of(first)[3:] = gain.seats.table[first, 1:] = 7.0
     gain.leave(first)
     many = [gain.seat(i) for i in range(40)]
     assert len(set(many)) == 40 and gain.rests("a")
+    assert not any(
+        gain.scope_of(seat)[3:].any() or gain.seats.table[seat, 1:].any() for seat in many
+    )
     gain = Gain(_line(FIRST_S, ROW_S), capacity=1)
     first, _ = gain.seat("a", knows=True), gain.seat("a", knows=True)
     gain.leave(first)
     gain.seat("b")
     assert not gain.rests("a"), "its other choice goes on"
+    gain = Gain(_line(FIRST_S, ROW_S), capacity=2)
+    for key in "abac":
+        gain.leave(gain.seat(key, knows=True))
+    assert [gain.rests(key) for key in "abc"] == [False, True, False], "a was used again"
 
 
 def test_without_costs_everybody_is_asked_for_all_that_fits() -> None:

@@ -1,4 +1,5 @@
-"""Seeded scenes of drafting, for test_golden_trees.py: every source, deep and wide trees.
+"""Seeded scenes of drafting, for test_golden_trees.py: every source, deep and wide trees, and at
+the end of each scene what was learned.
 
     python -m tests.drafters.auto.golden_scenes
 
@@ -14,11 +15,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from drafters import Drafter, make_drafter
-from drafters.auto.held_out import build_calibrated
-from drafters.corpus import Corpus, build_corpus
+import numpy as np
 
-SCENES = ("bare", "corpus", "layered", "predicted", "suffix")
+from drafters import Drafter, make_drafter
+from drafters.auto.copying import Pieces
+from drafters.auto.drafter import AutoDrafter
+from drafters.auto.held_out import build_calibrated
+from drafters.auto.retrieval import Seen
+from drafters.corpus import Corpus, build_corpus
+from tests.fakes.fake_drafters import random_prior
+
+SCENES = ("bare", "corpus", "layered", "predicted", "suffix", "told")
+HIDDEN, SHARES = 8, (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.0)
 
 
 class _Texts:
@@ -45,6 +53,28 @@ class _Texts:
             pairs.append((prompt, [*self.text(12), *prompt[at : at + 8], *self.text(6), 0]))
         return pairs
 
+    def recut(self, ids: list[int]) -> list[int]:
+        """Ids of which some are written otherwise, left out or put in (see _pieces)."""
+        out: list[int] = []
+        for token in ids:
+            form, cut = self.random.randrange(3), self.random.random()
+            out += [] if cut < 0.1 else [token] if cut < 0.7 else [token - token % 3 + form]
+            out += [self.random.randrange(3, 90)] if cut > 0.9 else []
+        return out
+
+
+def _pieces() -> Pieces:
+    """Of three ids each the forms of a word, or three signs."""
+    blobs = [b"", b"", b""]
+    for word in (f"{chr(97 + i % 23)}{'eaiou'[i % 5]}{'rns'[i % 3] * (i % 4)}" for i in range(29)):
+        signs = ", ", "\n", " <", "> ", ".", " 19"
+        forms = (
+            (f" {word}", word, word.title()) if word[0] not in "ag" else signs[ord(word[0]) & 2 :]
+        )
+        blobs += [form.encode() for form in forms[:3]]
+    offsets = np.cumsum([0, *map(len, blobs)], dtype=np.int64)
+    return Pieces(offsets, np.frombuffer(b"".join(blobs), np.uint8))
+
 
 def _corpus(texts: _Texts, num: int, held_out: int) -> Corpus:
     return build_calibrated(texts.examples(num), fingerprint="", p_min=2, max_held_out=held_out)
@@ -61,20 +91,24 @@ def make(scene: str) -> tuple[Drafter, _Texts]:
         base = _corpus(texts, 60, 12)
         layer = build_corpus(_arrays(texts.examples(20)), base=base, fingerprint="")
         return make_drafter("auto", corpus=base, learned=layer), texts
+    if scene == "told":
+        head = random_prior(90, HIDDEN, num_outputs=64, sure=8.0)
+        base = _corpus(texts, 8, 0)
+        return AutoDrafter(corpus=base, seen=Seen(), pieces=_pieces(), model_prior=head), texts
     return make_drafter("auto", eos_token_ids=(0,)), texts
 
 
 def _arrays(examples: list[tuple[list[int], list[int]]]) -> list[Any]:
-    import numpy as np
-
     return [(np.asarray(p, np.int32), np.asarray(o, np.int32)) for p, o in examples]
 
 
 def trees(scene: str) -> Iterator[dict[str, list[Any]]]:
-    """The trees of a scene, in order, as plain values; survivals rounded to 1e-4."""
+    """The trees of a scene, in order, as plain values; survivals rounded to 1e-4. The last has no
+    nodes; its survivals are what the trusts hold, each cell weighed in a way of its own."""
     drafter, texts = make(scene)
-    rng = random.Random(99)
-    for prompt, output in texts.examples(2):
+    rng, told = random.Random(99), scene == "told"
+    for prompt, output in texts.examples(6 if told else 2):
+        output = texts.recut(output) if told else output
         expected = [t if rng.random() < 0.85 else rng.randrange(3, 90) for t in output[:-1]]
         session = drafter.open(prompt, prediction_ids=expected if scene == "predicted" else ())
         session.settle()
@@ -88,6 +122,13 @@ def trees(scene: str) -> Iterator[dict[str, list[Any]]]:
                 "survival": [round(float(s), 4) for s in tree.survival],
             }
             num = rng.randrange(1, 5)
+            if told:
+                rows = [rng.sample(range(3, 90), 8) for _ in range(1 + len(tree))]
+                likely = np.array(rows, np.int32), np.array([SHARES] * len(rows), np.float32)
+                session.note_likely(tree.token_ids.tolist(), tree.parents.tolist(), *likely)
+                session.note_state(
+                    np.array([rng.gauss(0.0, 2.0) for _ in range(HIDDEN)], np.float32)
+                )
             session.extend(output[place : place + num])
             place += num
             if rng.random() < 0.2:
@@ -96,6 +137,15 @@ def trees(scene: str) -> Iterator[dict[str, list[Any]]]:
                 place = back
             session.settle()
         session.close()
+        if told:
+            drafter.seen.add(output)
+            drafter.trust.update()
+    if isinstance(drafter, AutoDrafter):
+        trusts = drafter.trust, drafter.trust.without
+        kept = [row for trust in trusts for row in (*trust.evidence, *trust.outcomes)]
+        kept = [np.cos(np.arange(row.shape[0])) @ row for row in kept]
+        learned = [round(float(number), 4) for number in kept]
+        yield {"tokens": [], "parents": [], "source": [], "survival": learned}
 
 
 if __name__ == "__main__":
