@@ -66,12 +66,10 @@ class _Texts:
 def _pieces() -> Pieces:
     """Of three ids each the forms of a word, or three signs."""
     blobs = [b"", b"", b""]
-    for word in (f"{chr(97 + i % 23)}{'eaiou'[i % 5]}{'rns'[i % 3] * (i % 4)}" for i in range(29)):
-        signs = ", ", "\n", " <", "> ", ".", " 19"
-        forms = (
-            (f" {word}", word, word.title()) if word[0] not in "ag" else signs[ord(word[0]) & 2 :]
-        )
-        blobs += [form.encode() for form in forms[:3]]
+    signs = {"a": ("\n", ", ", " <"), "g": ("> ", " 19", ".")}
+    for word in (f"{chr(97 + i % 23)}{'eaiéo'[i % 5]}{'rns'[i % 3] * (i % 4)}" for i in range(29)):
+        forms = signs.get(word[0], (f" {word}", word, word.title()))
+        blobs += [form.encode() for form in forms]
     offsets = np.cumsum([0, *map(len, blobs)], dtype=np.int64)
     return Pieces(offsets, np.frombuffer(b"".join(blobs), np.uint8))
 
@@ -93,8 +91,8 @@ def make(scene: str) -> tuple[Drafter, _Texts]:
         return make_drafter("auto", corpus=base, learned=layer), texts
     if scene == "told":
         head = random_prior(90, HIDDEN, num_outputs=64, sure=8.0)
-        base = _corpus(texts, 8, 0)
-        return AutoDrafter(corpus=base, seen=Seen(), pieces=_pieces(), model_prior=head), texts
+        known = {"corpus": _corpus(texts, 8, 0), "pieces": _pieces(), "model_prior": head}
+        return AutoDrafter(seen=Seen(), eos_token_ids=(0, 7), **known), texts
     return make_drafter("auto", eos_token_ids=(0,)), texts
 
 
@@ -107,10 +105,11 @@ def trees(scene: str) -> Iterator[dict[str, list[Any]]]:
     nodes; its survivals are what the trusts hold, each cell weighed in a way of its own."""
     drafter, texts = make(scene)
     rng, told = random.Random(99), scene == "told"
-    for prompt, output in texts.examples(6 if told else 2):
+    for turn, (prompt, output) in enumerate(texts.examples(4 if told else 2)):
         output = texts.recut(output) if told else output
         expected = [t if rng.random() < 0.85 else rng.randrange(3, 90) for t in output[:-1]]
-        session = drafter.open(prompt, prediction_ids=expected if scene == "predicted" else ())
+        predicted = scene == "predicted" or (told and turn % 3 == 2)
+        session = drafter.open(prompt, prediction_ids=expected if predicted else ())
         session.settle()
         place = 0
         while place < len(output):
@@ -144,7 +143,7 @@ def trees(scene: str) -> Iterator[dict[str, list[Any]]]:
         trusts = drafter.trust, drafter.trust.without
         kept = [row for trust in trusts for row in (*trust.evidence, *trust.outcomes)]
         kept = [np.cos(np.arange(row.shape[0])) @ row for row in kept]
-        learned = [round(float(number), 4) for number in kept]
+        learned = [round(float(number), 4) for number in (*kept, drafter.trust.fit.gain)]
         yield {"tokens": [], "parents": [], "source": [], "survival": learned}
 
 
