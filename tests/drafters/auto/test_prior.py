@@ -17,8 +17,6 @@ from drafters.auto.prior import (
     NO_HIDDEN,
     WIDTH,
     Prior,
-    PriorScratch,
-    chances_of,
 )
 from drafters.auto.trust import Trust
 from tests.drafters.trees import opened, paths
@@ -51,35 +49,45 @@ def hidden_of(seed: int) -> Float32:
     return np.random.default_rng(seed).standard_normal(HIDDEN).astype(np.float32)
 
 
+def said(prior: Prior, hidden: Float32 | None, ids: list[int]) -> Float32:
+    """What `auto` is told by the head behind ids, the first of which was drawn from `hidden`; zeros
+    where it does not ask."""
+    drafter = AutoDrafter(model_prior=prior, num_likely=0)
+    session = opened(drafter, [0])
+    if hidden is not None:
+        session.note_state(hidden)
+    session.extend(ids[:1])
+    session.extend(ids[1:])
+    assert drafter.prior is not None
+    scores = drafter.prior.view(NO_HIDDEN, 0)[5]
+    scores[:] = 0.0  # it was asked as the ids were learned from
+    assert np.isfinite(session.propose(1, 1).survival).all()
+    return scores / max(scores.sum(), np.float32(1e-9))
+
+
 @pytest.mark.parametrize("num", range(1, MOST_FOLLOWED + 2))
 def test_the_head_is_that_of_numpy(num: int) -> None:
     prior, hidden = make_prior(sure=8.0), hidden_of(1)
-    text = np.random.default_rng(num).integers(0, VOCAB, (1, 3 + num)).astype(np.int32)
-    found = np.zeros(OUTPUTS, np.float32)
-    assert chances_of(text, PriorScratch(prior).view(hidden, 3), found) == num - 1
-    np.testing.assert_allclose(found, reference(prior, hidden, text[0, 3:].tolist()), atol=2e-3)
+    ids = (1 + np.random.default_rng(num).permutation(VOCAB - 1)[:num]).tolist()
+    np.testing.assert_allclose(said(prior, hidden, ids), reference(prior, hidden, ids), atol=2e-3)
 
 
 @pytest.mark.parametrize(
-    ("hidden", "at", "text"),
+    ("hidden", "ids"),
     [
-        (NO_HIDDEN, 0, [1]),
-        (hidden_of(1), 1, [1]),  # behind the text, as after a rollback
-        (hidden_of(1), 0, [1] * (MOST_FOLLOWED + 2)),
-        (hidden_of(1), 0, [VOCAB]),  # an id of an adapter's own
-        (hidden_of(1), 0, [1, VOCAB, 1]),
+        (None, [1]),
+        (hidden_of(1), list(range(1, MOST_FOLLOWED + 3))),
+        (hidden_of(1), [VOCAB]),  # an id of an adapter's own
+        (hidden_of(1), [1, VOCAB, 2]),
     ],
 )
-def test_where_nothing_is_known_it_says_nothing(hidden: Float32, at: int, text: list[int]) -> None:
-    view = PriorScratch(make_prior()).view(hidden, at)
-    assert chances_of(np.array([text], np.int32), view, np.zeros(OUTPUTS, np.float32)) == -1
+def test_where_nothing_is_known_it_says_nothing(hidden: Float32 | None, ids: list[int]) -> None:
+    assert not said(make_prior(), hidden, ids).any()
 
 
 def test_numbers_that_are_not_finite_do_no_harm() -> None:
-    view = PriorScratch(make_prior()).view(np.full(HIDDEN, np.nan, np.float32), 0)
-    found = np.zeros(OUTPUTS, np.float32)
-    assert chances_of(np.array([[1]], np.int32), view, found) == 0
-    assert np.isfinite(found).all()
+    found = said(make_prior(), np.full(HIDDEN, np.nan, np.float32), [1])
+    assert np.isfinite(found).all() and found.any()
 
 
 def test_a_file_gives_back_what_was_saved_to_its_model(tmp_path: Path) -> None:
