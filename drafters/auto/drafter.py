@@ -274,13 +274,13 @@ class AutoSession(TextSession):
         docs = self._retrieved
         assert docs is not None
         anchor, off = self._anchors[-1]
-        # A changed token first, then an inserted one, then what a deletion skips.
-        places = (anchor + 1 + off, *range(anchor + 1, anchor + 1 + off + RESYNC_TOKENS))
-        for place in places:
-            if place < docs.size and docs.text[0, place] == token:
-                self._anchors.append((place, 0))
-                return
-        self._anchors.append((anchor, off + 1))
+        changed, end = anchor + 1 + off, min(anchor + 1 + off + RESYNC_TOKENS, docs.size)
+        found = anchor + 1 + np.flatnonzero(docs.text[0, anchor + 1 : end] == token)
+        if found.shape[0]:
+            # A changed token first, then an inserted one, then what a deletion skips.
+            self._anchors.append((changed if changed in found else int(found[0]), 0))
+        else:
+            self._anchors.append((anchor, off + 1))
 
     def _weigh_near(self) -> None:
         """Let the prediction's positions near the anchor count fully."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from drafters import Drafter, make_drafter
 from drafters.auto.copying import Pieces
-from drafters.auto.drafter import AutoDrafter
+from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.held_out import build_calibrated
 from drafters.auto.retrieval import Seen
 from drafters.corpus import Corpus, build_corpus
@@ -91,8 +91,11 @@ def make(scene: str) -> tuple[Drafter, _Texts]:
         return make_drafter("auto", corpus=base, learned=layer), texts
     if scene == "told":
         head = random_prior(90, HIDDEN, num_outputs=64, sure=8.0)
-        known = {"corpus": _corpus(texts, 8, 0), "pieces": _pieces(), "model_prior": head}
-        return AutoDrafter(seen=Seen(), eos_token_ids=(0, 7), **known), texts
+        base = _corpus(texts, 8, 0)
+        told = AutoDrafter(
+            corpus=base, eos_token_ids=(0, 7), seen=Seen(), pieces=_pieces(), model_prior=head
+        )
+        return told, texts
     return make_drafter("auto", eos_token_ids=(0,)), texts
 
 
@@ -121,7 +124,7 @@ def trees(scene: str) -> Iterator[dict[str, list[Any]]]:
                 "survival": [round(float(s), 4) for s in tree.survival],
             }
             num = rng.randrange(1, 5)
-            if told:
+            if told and isinstance(session, AutoSession):
                 rows = [rng.sample(range(3, 90), 8) for _ in range(1 + len(tree))]
                 likely = np.array(rows, np.int32), np.array([SHARES] * len(rows), np.float32)
                 session.note_likely(tree.token_ids.tolist(), tree.parents.tolist(), *likely)
@@ -136,7 +139,7 @@ def trees(scene: str) -> Iterator[dict[str, list[Any]]]:
                 place = back
             session.settle()
         session.close()
-        if told:
+        if told and isinstance(drafter, AutoDrafter) and drafter.seen is not None:
             drafter.seen.add(output)
             drafter.trust.update()
     if isinstance(drafter, AutoDrafter):

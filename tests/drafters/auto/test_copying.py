@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drafters.auto.cells import COPIED, NUM_SOURCES
-from drafters.auto.copying import Pieces
+from drafters.auto.copying import Pieces, bone
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.retrieval import Seen
 from drafters.replay import Recording, replay
@@ -70,6 +70,14 @@ def test_a_copy_goes_on_behind(pieces: Pieces, behind: str, goes_on: str) -> Non
     assert COPIED not in alone.source.tolist()
 
 
+def test_letters_and_digits_are_compared_in_lower_case() -> None:
+    skeleton = bytes(map(bone, range(256)))
+    assert skeleton.translate(
+        None, b"\0"
+    ) == b"0123456789" + 2 * b"abcdefghijklmnopqrstuvwxyz" + bytes(range(128, 256))
+    assert [skeleton[ord(char)] for char in "AZaz"] == [97, 122, 97, 122]
+
+
 def test_the_rest_is_drafted_in_the_prompts_own_tokens_or_the_longest(pieces: Pieces) -> None:
     assert drafted(pieces, "<author>Ada Kow").startswith("alczyk,")
 
@@ -107,3 +115,6 @@ def test_where_copies_go_on_is_learned_for_the_scope(pieces: Pieces) -> None:
     plain = replay(AutoDrafter(), [Recording(ids(TEXT), ids(o)) for o in outputs], budget=16)
     assert sum(first.num_steps) < sum(plain.num_steps)
     assert first.by_source["copied"][1] > 0
+    seen.entered[:] = 60.0
+    replay(drafter, [Recording(ids(TEXT), ids(o)) for o in outputs], budget=16)
+    assert (seen.entered[:, IDS[">"] & 511] < 40.0).all(), "what is old counts less"

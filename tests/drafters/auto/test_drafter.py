@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -211,21 +212,28 @@ def test_trust_is_kept_across_restarts(tmp_path: Path, corpus: Corpus) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["trust.json"]
     rows = restored.table()
     assert rows and rows[0]["source"] in SOURCES
+    assert [row["offered"] for row in rows] == sorted(
+        (row["offered"] for row in rows), reverse=True
+    )
     for row in rows:
+        assert row["accepted"] <= row["offered"] and row["min_share"] <= row["mean_claim"] + 1e-4
         expected = (row["accepted"] + 1) / (row["offered"] + 2)
         assert row["chance"] == pytest.approx(expected, abs=0.02)
-    for text in ('{"kind": "drafter trust"}', "{"):
+    renamed = path.read_text().replace('"corpus"', '"copied"')
+    for text in ('{"kind": "drafter trust"}', "{", renamed):
         path.write_text(text)
         with pytest.raises(CalibrationError):
             restored.restore(path)
 
 
 def test_old_evidence_fades_and_a_trust_has_the_shape_of_its_cells() -> None:
-    trust = Trust(memory=100.0)
-    trust.evidence[:, 5] = (400.0, 400.0)
-    trust.outcomes[:, 7] = (300.0, 10.0, 400.0)
+    trust, usual = Trust(memory=100.0), Trust().weights.copy()
+    trust.evidence[:, 5], trust.num_news = (400.0, 90.0), 490.0
+    trust.outcomes[:, 7] = (90.0, 10.0, 400.0)
     trust.update()
-    assert trust.evidence[0, 5] == 200.0 and trust.outcomes[2, 7] == 200.0
+    assert trust.evidence[:, 5].tolist() == [200.0, 45.0] and trust.num_news == 0.0
+    assert trust.outcomes[:, 7].tolist() == [45.0, 5.0, 200.0]
+    assert np.array_equal(Trust().weights, usual), "all scopes begin with the same arrays"
     with pytest.raises(ValueError, match="weights"):
         Trust(np.ones(3))
 
@@ -263,6 +271,15 @@ def test_a_prediction_that_is_wrong_is_dropped() -> None:
     prediction, output = ([rng.randrange(at, 2 * at) for _ in range(200)] for at in (50, 5000))
     session = opened(drafter, [1, 2, 3], output[:40], prediction_ids=prediction)
     assert len(session.propose(16, 16)) == 0
+
+    def extended_s() -> float:
+        began = time.process_time()
+        session.extend([7])
+        return time.process_time() - began
+
+    near = min(extended_s() for _ in range(20))
+    session._anchors[-1] = (session._anchors[-1][0], 100_000)
+    assert min(extended_s() for _ in range(20)) < 5 * near, "however long ago it was left"
 
 
 def test_rollback_with_a_prediction_equals_a_fresh_session(corpus: Corpus) -> None:

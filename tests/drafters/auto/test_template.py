@@ -11,11 +11,11 @@ from drafters.auto.template import SPAN, forms_of, write_form
 from drafters.corpus_file import START
 
 OPEN, CLOSE, COMMA, NEXT, EOS = 1, 2, 3, 4, 5
-DIGIT = 6  # "7"
+DIGIT = 6  # "9."
 
 
 def _pieces() -> Pieces:
-    pieces = [b"\0", b"{", b"}", b",", b"n", b"\n", b"7", *(b"word%d" % i for i in range(200))]
+    pieces = [b"\0", b"{", b"}", b",", b"n", b"\n", b"9.", *(b"word%d" % i for i in range(200))]
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return Pieces(offsets, np.frombuffer(b"".join(pieces), np.uint8))
 
@@ -25,17 +25,18 @@ def _output(*own: int) -> np.ndarray:
 
 
 def test_what_outputs_share_is_itself_and_the_rest_is_one_span_a_run() -> None:
-    outputs = [_output(100), _output(101, 102, 103), _output(104, DIGIT, DIGIT)]
+    outputs = [_output(100, 110, DIGIT), _output(101, 110, 101), _output(104, DIGIT, DIGIT)]
     text, table, marks, size = forms_of(outputs, (0.5, 0.25, 1.0), _pieces())
-    form = [START, OPEN, SPAN, CLOSE, NEXT, SPAN, COMMA, EOS]
-    assert text[0, :size].tolist() == 3 * form
-    assert marks[0].tolist() == 8 * [0.5] + 8 * [0.25] + 8 * [1.0]
+    ends = [CLOSE, NEXT, SPAN, COMMA, EOS]
+    form = [START, OPEN, SPAN, 110, SPAN, *ends]
+    assert text[0, :size].tolist() == [*form, *form, START, OPEN, SPAN, *ends]
+    assert marks[0].tolist() == 10 * [0.5] + 10 * [0.25] + 8 * [1.0]
     # Of a text, newest first: a numeral is no part of the template though two outputs hold it.
     written = np.zeros(16, np.int32)
-    path = np.array([CLOSE, DIGIT, 140, 141, OPEN], np.int32)
+    path = np.array([CLOSE, DIGIT, 140, 110, 141, OPEN], np.int32)
     with np.errstate(over="ignore"):  # hashes
         num, behind = write_form(path, path.shape[0], table, written)
-    assert written[:num].tolist() == [CLOSE, SPAN, OPEN] and behind == 1
+    assert written[:num].tolist() == [CLOSE, SPAN, 110, SPAN, OPEN] and behind == 1
 
 
 def test_a_form_is_no_longer_than_its_room() -> None:
