@@ -15,7 +15,16 @@ DIGIT = 6  # "9."
 
 
 def _pieces() -> Pieces:
-    pieces = [b"\0", b"{", b"}", b",", b"n", b"\n", b"9.", *(b"word%d" % i for i in range(200))]
+    pieces = [
+        b"\0",
+        b"{",
+        b"}",
+        b",",
+        b"n",
+        b"\n",
+        b"9.",
+        *(b"w%c%c" % (97 + i // 26, 97 + i % 26) for i in range(200)),
+    ]
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return Pieces(offsets, np.frombuffer(b"".join(pieces), np.uint8))
 
