@@ -212,7 +212,8 @@ def _weighed(
 @pytest.mark.parametrize("seed", range(40))
 def test_who_is_asked_and_what_is_booked_is_that_of_whole_arrays(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    gain = Gain(CostTable(ROWS, np.cumsum(rng.exponential(3e-4, len(ROWS))) + 4e-3, 1e-6, 1e-4))
+    seconds = 4e-3 + np.cumsum(rng.exponential(3e-4, len(ROWS)))
+    gain = Gain(CostTable(ROWS, seconds.tolist(), 1e-6, 1e-4))
     gain.host.numbers[:] = rng.uniform(0.0, rng.choice([2e-4, 2e-3]), 5)
     gain.host.numbers[4] = rng.choice([0.0, 3.0, 60.0])
     seats = [gain.seat(i) for i in range(int(rng.integers(1, 9)))]
@@ -607,8 +608,8 @@ def test_scopes_used_longest_ago_are_forgotten_but_none_that_has_a_choice() -> N
     for key in "abac":
         gain.leave(gain.seat(key, knows=True))
     assert [gain.rests(key) for key in "abc"] == [False, True, False], "a was used again"
-    for key in range(100):
-        gain.leave(gain.seat(key))
+    for number in range(100):
+        gain.leave(gain.seat(number))
     assert gain._scopes.table.shape[0] == 16, "a forgotten scope's row is free"
 
 
