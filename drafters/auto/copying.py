@@ -243,7 +243,7 @@ def skip_words(view: CopyView, place: int, words: int) -> int:
     if inside:
         while place < size and bone(int(view.chars[place])) != 0:
             place += 1
-    for _ in range(min(words, MAX_OFF)):
+    for _ in range(words):
         while place < size and bone(int(view.chars[place])) == 0:
             place += 1
         while place < size and bone(int(view.chars[place])) != 0:
@@ -255,7 +255,7 @@ def skip_words(view: CopyView, place: int, words: int) -> int:
 def same_tail(view: CopyView, place: int, tail: int) -> int:
     """How many of a tail's characters, the last first, end at `place`; TAIL at most."""
     num = 0
-    while place >= 0 and num < TAIL and tail > 0:
+    while place >= 0 and num < TAIL:
         char = bone(int(view.chars[place]))
         if char:
             if char != tail & 255:
@@ -269,8 +269,6 @@ def same_tail(view: CopyView, place: int, tail: int) -> int:
 @inlined
 def first_place(view: CopyView, tail: int) -> int:
     """The last character of the prompt that may end in a tail; view.earlier has those before it."""
-    if tail < 1 << 24:
-        return -1
     return int(view.heads[_head(view.heads, tail)])
 
 

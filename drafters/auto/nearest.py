@@ -90,8 +90,8 @@ class Nearest(NamedTuple):
     template: Int64
 
     def find(self, prompt_ids: Sequence[int] | Int32, num: int) -> tuple[Int64, Float32]:
-        """(examples, likeness), the most similar first; fewer than `num` when fewer share any
-        term."""
+        """(examples, likeness), the most similar first, of equal ones the first; fewer than `num`
+        when fewer share any term."""
         ids = np.asarray(prompt_ids, np.int32)
         terms = np.empty(2 * ids.shape[0], np.int64)
         terms = np.sort(terms[: _terms(ids, terms)])
@@ -101,9 +101,9 @@ class Nearest(NamedTuple):
         num = min(num, scores.shape[0])
         if num <= 0:
             return np.empty(0, np.int64), np.empty(0, np.float32)
-        best = np.argpartition(-scores, num - 1)[:num]
-        best = best[np.lexsort((best, -scores[best]))]
-        best = best[scores[best] > 0]
+        least = np.partition(scores, -num)[-num]
+        best = np.flatnonzero((scores >= least) & (scores > 0))
+        best = best[np.argsort(-scores[best], kind="stable")][:num]
         return best, scores[best]
 
     def template_weights(self, prompt_ids: Int32, weight: float) -> Float32:

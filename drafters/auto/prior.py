@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, ArrayFormat, Column
 from drafters.arrays import Float32, Float32x2, Int32, Int32x2
-from drafters.jit import borrowing, entry, inlined
+from drafters.jit import inlined
 
 WIDTH = 192
 """Numbers of a state: a constant of the compiled product."""
@@ -274,16 +274,3 @@ def score(prior: PriorView, row: int) -> float:
     for i in range(LANES):
         sum_ += sums[i]
     return float(sum_)
-
-
-@entry
-@borrowing
-def chances_of(text: Int32x2, prior: PriorView, chances: Float32) -> int:
-    """What is said of each output behind text[0], into float32 [outputs]; returns what `begin`
-    does. For tests and measurements."""
-    depth = begin(prior, text, text.shape[1])
-    if depth >= 0:
-        total = score(prior, 0)
-        for f in range(prior.head.output.shape[0]):
-            chances[f] = prior.scores[f] / total
-    return depth

@@ -58,7 +58,7 @@ def write_forms(
     for i in range(ids.shape[0]):
         token = ids[i]
         many = table[1, find_slot(table, int(token))] >> 16 >= least
-        if token != START and (not many or is_numeral(offsets, blob, token)):
+        if not many or is_numeral(offsets, blob, token):
             if forms[num - 1] == SPAN:
                 continue
             token = SPAN

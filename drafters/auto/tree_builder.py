@@ -149,15 +149,11 @@ def _take(
         state, length = automaton_step(corpus.states, corpus.edges, state, length, token)
     nodes.state[node] = state
     nodes.length[node] = length
-    if context.copy.chars.shape[0] > 0:
-        before = context.cursor if parent < 0 else _cursor(nodes, parent)
-        after = follow(context.copy, before, token)
-        nodes.cursor[node, 0], nodes.cursor[node, 1] = after.tail, after.place
-        nodes.cursor[node, 2], nodes.cursor[node, 3] = after.off, after.words
-        nodes.cursor[node, 4] = after.run
-    else:
-        for i in range(5):
-            nodes.cursor[node, i] = 0
+    before = context.cursor if parent < 0 else _cursor(nodes, parent)
+    after = follow(context.copy, before, token)
+    nodes.cursor[node, 0], nodes.cursor[node, 1] = after.tail, after.place
+    nodes.cursor[node, 2], nodes.cursor[node, 3] = after.off, after.words
+    nodes.cursor[node, 4] = after.run
 
 
 @inlined

@@ -196,7 +196,6 @@ class Trust:
         self._prior_factors = self.factors
         self.evidence[:] = 0.0
         self.outcomes[:] = 0.0
-        self.update()
 
     def update(self) -> None:
         """Fold the evidence into weights (`fit_weights`) and factors."""

@@ -115,7 +115,7 @@ def likeliest(
     adds to p_mixed.
     """
     best, best_token, best_source = -1.0, -1, 0
-    if row >= 0 and weight > 0.0:
+    if row >= 0:
         # What a candidate of the prompt adds at most.
         left = 0.0
         for i in range(own.shape[0]):
@@ -159,18 +159,17 @@ def draft_chain(
     for step in range(num):
         end = size + step
         longest = num_seen = total_seen = 0
-        if mixing < 1.0 and own.size > 0:
+        if mixing < 1.0:
             longest, num_seen, total_seen = count_seen(own, context, end, n_max, tokens, counts)
         row, row_length = -1, 0
         if mixing > 0.0:
             row, row_length = find_longest(rows, context, end, n_max)
-        weight = 0.0 if row < 0 else mixing if num_seen > 0 else 1.0
-        rest = 1.0 - weight if num_seen > 0 else 0.0
-        if weight == 0.0 and rest == 0.0:
+        if row < 0 and num_seen == 0:
             return step
+        weight = 0.0 if row < 0 else mixing
         added = np.empty(num_seen, np.float64)
         for i in range(num_seen):
-            added[i] = rest * counts[i] / total_seen
+            added[i] = (1.0 - weight) * counts[i] / total_seen
         token, share, source = likeliest(rows, row, weight, tokens[:num_seen], added)
         out[0, step], out[1, step], out[2, step] = token, max(row_length, longest), source
         shares[step] = share
