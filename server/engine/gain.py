@@ -355,7 +355,7 @@ def rest(scopes: Float64x2, seats: Float64x2, resting: Int64, num_steps: int) ->
     for i in range(resting.shape[0]):
         row = int(seats[resting[i], _SCOPE])
         share = (1.0 - 1.0 / (IDLE * scopes[row, _SEATS])) ** num_steps
-        scopes[row, _ACCOUNT] += num_steps * SHARE
+        scopes[row, _ACCOUNT] = min(scopes[row, _ACCOUNT] + num_steps * SHARE, MOST)
         _fade(scopes, row, share, _ASKS)
 
 
@@ -455,7 +455,7 @@ def note_drafts(
         seats[seat, _OWN_CLAIMED] = seats[seat, _OWN_CLAIMED] * share + expected
         seats[seat, _OWN_CAME] = seats[seat, _OWN_CAME] * share + num_came
         account = scopes[row, _ACCOUNT] + in_tokens[0] * num_came - in_tokens[1] * (end - first)
-        scopes[row, _ACCOUNT] = max(account, -LEAST)
+        scopes[row, _ACCOUNT] = min(max(account, -LEAST), MOST)
 
 
 @entry
@@ -614,7 +614,7 @@ class Gain:
         num, num_seen = num_repeats(ids, start), max(0, ids.shape[0] - start)
         before = scope[_REPEATED] * max(0.0, 1.0 - num_seen / MEMORY)
         scope[_REPEATED] = before + num
-        scope[_ACCOUNT] += num * REPEAT
+        scope[_ACCOUNT] = min(scope[_ACCOUNT] + num * REPEAT, MOST)
         return num > 0 and bool(before < 1.0)
 
     # -- the estimate -----------------------------------------------------------------------
