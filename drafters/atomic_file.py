@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import BinaryIO
 
 OWNER, EVERYBODY = 0o600, 0o666
 """Who may read a file: its owner, or whoever the process's umask lets read files that it makes."""
+
+_MOST_S = 86_400.0
+"""Who has not ended a file by then was killed: no write takes a day."""
 
 
 @contextmanager
@@ -22,7 +26,7 @@ def replacing(path: str | os.PathLike[str], mode: int = OWNER) -> Iterator[Binar
 
     It is written beside `path`, whose folder must exist, and is on the disk before it takes the
     place. mode: OWNER or EVERYBODY. When the block raises, `path` stays as it was, and nothing is
-    left beside it. Raises OSError.
+    left beside it; what a killed process left goes with a later write. Raises OSError.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -32,7 +36,12 @@ def replacing(path: str | os.PathLike[str], mode: int = OWNER) -> Iterator[Binar
             yield out
             out.flush()
             os.fsync(out.fileno())
+            now_s = os.fstat(out.fileno()).st_mtime  # by the clock of the disk, which may be far
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    with suppress(OSError):
+        for begun in target.parent.glob(f".{escape(target.name)}.{'[0-9a-f]' * 8}"):
+            if now_s - begun.stat().st_mtime > _MOST_S:
+                begun.unlink()

@@ -19,10 +19,17 @@ def test_a_file_is_the_old_or_the_new_one(tmp_path: Path) -> None:
         out.write(b"half of the n")
         raise RuntimeError("torn")
     assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["table"], "nothing is left beside it"
+    # Of processes that were killed, long ago and just now; and others'.
+    for name in (".table.0123abcd", ".table.89abcdef", ".table.backup", ".tables.0123abcd"):
+        (tmp_path / name).touch()
+        if name != ".table.89abcdef":
+            os.utime(tmp_path / name, (1e9, 1e9))
     with replacing(path) as out:
         out.write(b"new")
     assert path.read_bytes() == b"new"
-    assert [file.name for file in tmp_path.iterdir()] == ["table"], "nothing is left beside it"
+    left = {file.name for file in tmp_path.iterdir()} - {"table"}
+    assert left == {".table.89abcdef", ".table.backup", ".tables.0123abcd"}
 
 
 @pytest.mark.parametrize(("mode", "umask", "readers"), [
