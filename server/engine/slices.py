@@ -43,7 +43,6 @@ from server.engine.sequence import ScopedProfile, Sequence, SequenceHead, Unveri
 from server.engine.trees import DRAW, END_NODE, FIRST_NODE
 from server.types import Request, VocabularyParams
 from vocab_store.cost import Fill, HeadCosts, best_fill, best_verify_every, full_cost_s
-from vocab_store.errors import SliceCapacityError
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import VocabSlice
 from vocab_store.slice_cache import Placement, SliceCacheIndex
@@ -372,8 +371,9 @@ class SliceBook:
     # -- seats ------------------------------------------------------------------------------
 
     def seat(self, sequence: Sequence) -> None:
-        """Pin and copy a sequence's rows. Where they do not fit, the full head is computed and read
-        at the slice's ids: the same draws, only slower. No step may be in flight."""
+        """Pin and copy a sequence's rows. Where they do not fit or cannot be copied, the full head is
+        computed and read at the slice's ids: the same draws, only slower. No step may be in
+        flight."""
         head = sequence.head
         if head is None or head.where is not None:
             return
@@ -387,7 +387,7 @@ class SliceBook:
             except Exception:
                 self.index.release(sequence)
                 raise
-        except (SliceCapacityError, MemoryError) as error:
+        except Exception as error:  # the choices of others do not fail for it
             level = logging.DEBUG if self._has_warned else logging.WARNING
             _log.log(level, "a slice is not cached, the full head stands in for it: %s", error)
             self._has_warned = True
@@ -415,8 +415,9 @@ class SliceBook:
             try:
                 placement = self.index.extend(sequence, [token_id])
                 self._load_rows(sequence, head, placement)
-            except (SliceCapacityError, MemoryError):
-                return  # it will be missed again
+            except Exception as error:
+                _log.debug("a missed id is not cached: %s", error)  # it will be missed again
+                return
             head.slice = head.slice.union([token_id])
             self._find(sequence, head)
 
