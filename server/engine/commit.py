@@ -520,7 +520,7 @@ class Committer:
             sources=tuple(sequence.token_sources[start : start + len(token_ids)]),
             label_logprobs=sequence.label_logprobs if is_first else (),
             vocabulary=None if head is None else head.take_counts(self._slices.verify_every(head)),
-            rejected_drafts=sequence.rejected_since(start) if request.report_rejected else (),
+            rejected_drafts=sequence.take_rejected(start) if request.report_rejected else (),
         )
         self.deltas.append(delta)
 

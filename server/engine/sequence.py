@@ -178,7 +178,7 @@ class Sequence:
     has_spoken: bool = False
     """Its first Delta went out."""
     rejected_drafts: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
-    """When it asks."""
+    """Not told yet, when it asks."""
     first_step_s: float = 0.0
     num_steps = Column()
     """Decode steps so far."""
@@ -364,13 +364,12 @@ class Sequence:
         ids = self.ids[self.prompt_len + start : self.prompt_len + end].tolist()
         return tuple(ids), tuple(self.logprobs[start:end])
 
-    def rejected_since(self, start: int) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
-        """Delta.rejected_drafts of the tokens that were released from output index `start` on."""
-        return tuple(
-            (at - start, source, ids)
-            for at, source, ids in self.rejected_drafts
-            if start <= at < self.num_released
-        )
+    def take_rejected(self, start: int) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
+        """Delta.rejected_drafts of the tokens that were released from output index `start` on; once
+        each, so that a long text's are not gone through at every step."""
+        drafts, end = self.rejected_drafts, self.num_released
+        self.rejected_drafts = [draft for draft in drafts if draft[0] >= end]
+        return tuple((at - start, source, ids) for at, source, ids in drafts if at < end)
 
     def _count(self, token: int) -> None:
         # The arrays of the step under way may still be read by a device: never changed in place.

@@ -82,6 +82,7 @@ def _rest_at_random(engine: Engine, rng: Random) -> Callable[[int], None]:
 
     def each_step(_: int) -> None:
         for sequence in engine.scheduler.running:
+            assert all(at >= sequence.num_released for at, *_ in sequence.rejected_drafts), "told"
             if sequence.session is not None:
                 known = sequence.num_output if not sequence.is_resting else sequence.num_told
                 assert sequence.session.checkpoint() == sequence.num_told == known
