@@ -180,6 +180,9 @@ class FairQueue:
 # -- which rows ------------------------------------------------------------------------------------
 
 
+_SMALL_STEPS = 1000  # after the n-th step that did not fit, n times as many
+
+
 @cache
 def _ones(num: int) -> Int32:
     """int32 [num] of ones, which nobody changes."""
@@ -237,6 +240,7 @@ class Scheduler:
         self.max_num_seqs = settings.max_num_seqs
         self.max_num_batched_tokens = settings.max_num_batched_tokens
         self._settings = settings
+        self._num_too_large = self._num_small = 0  # steps that did not fit; small ones since then
         self._cost = cost
         self._seats: Int32 | None = None  # of `running`; None: somebody has come or gone
         self._found = self._start = self._draws = _ones(0)  # of each of these, in this step
@@ -326,18 +330,24 @@ class Scheduler:
     # -- the step ---------------------------------------------------------------------------
 
     def make_smaller(self, num_rows: int) -> bool:
-        """A step of num_rows rows did not fit the device's memory: from now on a step has at most
+        """A step of num_rows rows did not fit the device's memory: for some time a step has at most
         half as many, and never fewer than max_num_seqs. False when it was already that small."""
         smaller = max(self.max_num_seqs, num_rows // 2)
         if smaller >= num_rows:
             return False
         self.max_num_batched_tokens = smaller
+        self._num_too_large, self._num_small = self._num_too_large + 1, 0
         _log.warning("a step of %d rows did not fit the memory: now %d at most", num_rows, smaller)
         return True
 
     def plan(self, only: Sequence | None = None) -> Rows:
         """The rows of the next step. only: the one sequence that may run (a failed step is
         isolated)."""
+        most, now = self._settings.max_num_batched_tokens, self.max_num_batched_tokens
+        if now < most:  # there may be memory again; where there never is, it is tried ever less often
+            self._num_small += 1
+            if self._num_small >= _SMALL_STEPS * self._num_too_large:
+                self.max_num_batched_tokens, self._num_small = min(most, 2 * now), 0
         plan, running, seats = _Plan(), self.running, self._running_seats()
         if only is not None:
             running = [s for s in running if s is only]

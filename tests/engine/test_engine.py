@@ -564,8 +564,11 @@ def test_steps_that_do_not_fit_get_smaller_and_nobody_fails(prompt: int, drafts:
     for request in requests:
         assert ids_of(results[request.request_id]) == _alone(request)
     assert engine.recovery.num_failed_steps == sum(n > 20 for n in sizes) == 2, sizes
-    assert engine.scheduler.max_num_batched_tokens == 16
     assert engine.pool.num_free == 64
+    for most in (16, 32, 64):  # there may be memory again, some time later
+        assert engine.scheduler.max_num_batched_tokens == most
+        for _ in range(2000):
+            engine.scheduler.plan()
 
 
 def test_choices_whose_drafts_may_be_what_fails_draft_no_more() -> None:
