@@ -95,17 +95,13 @@ class Admission:
     def refusal(self, request: Request) -> Refusal | None:
         """Why a request cannot be served, or None."""
         return (
-            self._bad_adapter(request)
+            (self._adapters.refusal(request.adapter) if request.adapter else None)
+            or self._bad_head(request)
             or self._bad_ids(request)
             or self._no_room(request)
             or self._unavailable(request)
             or self._bad_drafter(request)
         )
-
-    def _bad_adapter(self, request: Request) -> Refusal | None:
-        if not request.adapter:
-            return None
-        return self._adapters.refusal(request.adapter) or self._bad_head(request)
 
     def _bad_head(self, request: Request) -> Refusal | None:
         vocabulary = self._adapters.vocabulary(request.adapter)
@@ -114,10 +110,6 @@ class Admission:
         text = "vocabulary slices are of the base's LM head, and this adapter has rows of its own"
         return text, "unsupported_parameter"
 
-    def _vocab_size(self, request: Request) -> int:
-        adapter = self._adapters.known.get(request.adapter)
-        return self._info.vocab_size if adapter is None else adapter.order.vocab_size
-
     def _bad_ids(self, request: Request) -> Refusal | None:
         """Why ids of a request lie outside the vocabulary, or None. Compiled code does not check
         them."""
@@ -125,7 +117,8 @@ class Admission:
             return "this request id is open already", "invalid_value"
         if not request.prompt_ids or request.num_choices < 1:
             return "a request needs a prompt and at least one choice", "invalid_value"
-        size, sampling = self._vocab_size(request), request.sampling
+        adapter, sampling = self._adapters.known.get(request.adapter), request.sampling
+        size = self._info.vocab_size if adapter is None else adapter.order.vocab_size
         for name, ids in (
             ("a prompt id", request.prompt_ids),
             ("logit_bias: an id", [token for token, _ in sampling.logit_bias]),

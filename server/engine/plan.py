@@ -601,7 +601,7 @@ class Scheduler:
     def _grant(self, sequence: Sequence, left: int, plan: _Plan) -> int:
         """Plan the next rows of a running sequence, `left` at most; how many (0: it lost its
         blocks)."""
-        num_rows = min(left, sequence.num_pending)
+        num_rows = min(left, sequence.num_tokens - sequence.num_computed)
         if not self._reserve(sequence, num_rows, plan):
             return 0
         plan.chunks.append((sequence, num_rows))

@@ -271,11 +271,6 @@ class Sequence:
         )
 
     @property
-    def num_pending(self) -> int:
-        """Rows still to be computed before the next draw, the drawn row included."""
-        return self.num_tokens - self.num_computed
-
-    @property
     def scores_prompt(self) -> bool:
         """Whether prompt positions still lack the logprobs the request asked for."""
         return (
