@@ -37,6 +37,7 @@ from server.engine.gain import Gain
 from server.engine.grammar import GrammarCompiler
 from server.engine.plan import EngineSettings, Rows, Scheduler
 from server.engine.run import (
+    MAX_FAILURES,
     Recovery,
     RunnerBrokenError,
     StepFailedError,
@@ -388,7 +389,9 @@ class Engine:
             self._fail(culprit, "the model failed on this request", "engine_error")
         for sequence in others:
             if num_rows > rows.num_rows and not was_too_large:
-                self.drafts.close(sequence)  # else what fails with drafts alone fails at every step
+                if sequence.has_failed:  # else what fails with drafts alone fails at every step
+                    self.drafts.close(sequence)
+                sequence.has_failed = True
             self.scheduler.preempt(sequence)
-        if self.recovery.is_broken:
+        if self.recovery.num_in_a_row >= MAX_FAILURES:
             raise RunnerBrokenError(text) from error

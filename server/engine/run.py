@@ -2,9 +2,9 @@
 
 A runner that raises does not say which request made it raise. So every sequence of the failed step
 gives its blocks back and is computed again, one alone at a time (`Recovery.suspect`), without
-drafts. One that fails then fails for good; if the step had drafts, the others draft no more. If a
-step did not fit the device's memory, no sequence is blamed while steps can be made smaller. This
-module records; the engine preempts and ends them.
+drafts. One that fails then fails for good. Whose steps with drafts have failed twice drafts no
+more. If a step did not fit the device's memory, no sequence is blamed while steps can be made
+smaller. This module records; the engine preempts and ends them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def draw_failure(problem: str, sequence: Sequence) -> tuple[str, str]:
 
 # -- where a step has failed -----------------------------------------------------------------------
 
-_MAX_FAILURES = 8  # failed steps in a row after which the runner counts as broken
+MAX_FAILURES = 8  # failed steps in a row after which the runner counts as broken
 
 
 class RunnerBrokenError(RuntimeError):
@@ -73,13 +73,13 @@ class Recovery:
     """Counts failed steps and keeps the suspects. Written by the engine's loop alone.
 
     num_failed_steps: that the runner failed, all of them recomputed or failed for good.
-    is_isolating: whether there was a suspect when last asked.
+    num_in_a_row: of them since the last step that did not. is_isolating: whether there was a suspect when last asked.
     """
 
     def __init__(self) -> None:
         self.num_failed_steps = 0
         self.is_isolating = False
-        self._num_in_a_row = 0
+        self.num_in_a_row = 0
         self._suspects: list[Sequence] = []
 
     @property
@@ -90,11 +90,6 @@ class Recovery:
         self.is_isolating = bool(self._suspects)
         return self._suspects[0] if self._suspects else None
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether too many steps failed in a row."""
-        return self._num_in_a_row >= _MAX_FAILURES
-
     def give_up(self) -> None:
         """The suspect cannot be seated alone: all sequences run together again."""
         self._suspects.clear()
@@ -102,7 +97,7 @@ class Recovery:
 
     def step_done(self, draws: Int32) -> None:
         """A step succeeded. draws: of Rows; one that drew clears its suspect."""
-        self._num_in_a_row = 0
+        self.num_in_a_row = 0
         if self._suspects and draws.any():
             self._suspects.pop(0)
 
@@ -115,7 +110,7 @@ class Recovery:
         alive = [s for s in sequences if s.status is Status.RUNNING]
         if was_too_large:
             return None, alive
-        self._num_in_a_row += 1
+        self.num_in_a_row += 1
         if self.is_isolating and alive:
             return alive[0], []
         self._suspects = sorted(

@@ -206,6 +206,8 @@ class Sequence:
     """Gain does not ask it now: its session gets no updates and may not exist."""
     num_told: int = 0
     """Output tokens that the session was told of."""
+    has_failed: bool = False
+    """A step with drafts of its choices has failed. Written by the engine."""
 
     def __post_init__(self, max_model_len: int) -> None:
         request, sampling = self.request, self.request.sampling
