@@ -373,10 +373,9 @@ class Scheduler:
             sequence = self.waiting.first() if only is None else only
             if sequence.status is not Status.WAITING:
                 break
-            if not self._admit(sequence):
-                if self._make_way(sequence, plan):
-                    continue
-                break
+            while not self._admit(sequence):  # before who makes way, whose turn it may be again
+                if not self._make_way(sequence, plan):
+                    return self._rows(plan)
             left -= self._grant(sequence, left, plan)
         return self._rows(plan)
 

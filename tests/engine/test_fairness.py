@@ -179,19 +179,21 @@ def test_keys_that_have_their_shares_take_nothing_from_each_other() -> None:
     engine.abort_all()
 
 
+@pytest.mark.parametrize("later_s", [0.0, 100.0])
 @pytest.mark.parametrize(
     ("running", "comes", "place"), [(1, 0, 0), (0, 0, 0), (-1, 0, SEATS), (80, 70, 0)]
 )
 def test_a_priority_gives_no_seat_to_a_key_of_a_later_one(
-    running: int, comes: int, place: int
+    running: int, comes: int, place: int, later_s: float
 ) -> None:
-    """Beyond 64 all are one."""
+    """Beyond 64 all are one. Who makes way does so once, though it comes before the other by now."""
     engine = engine_of()
     for i in range(SEATS):
         engine.submit(replace(request(f"a{i}", "a", 4, max_tokens=30), priority=running))
     steps_to_first(engine, "a0")
-    engine.submit(replace(request("b", "b", 4), priority=comes))
+    engine.submit(replace(request("b", "b", 4), priority=comes, arrival_s=later_s))
     assert list(_finished(engine)).index("b") == place
+    assert engine.scheduler.num_preemptions == (place == 0)
 
 
 def _finished(engine: Engine) -> Iterator[str]:
