@@ -344,7 +344,7 @@ class Scheduler:
         """The rows of the next step. only: the one sequence that may run (a failed step is
         isolated)."""
         most, now = self._settings.max_num_batched_tokens, self.max_num_batched_tokens
-        if now < most:  # there may be memory again; where there never is, it is tried ever less often
+        if now < most:  # there may be memory again; this is tried less and less often
             self._num_small += 1
             if self._num_small >= _SMALL_STEPS * self._num_too_large:
                 self.max_num_batched_tokens, self._num_small = min(most, 2 * now), 0

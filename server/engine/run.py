@@ -73,7 +73,8 @@ class Recovery:
     """Counts failed steps and keeps the suspects. Written by the engine's loop alone.
 
     num_failed_steps: that the runner failed, all of them recomputed or failed for good.
-    num_in_a_row: of them since the last step that did not. is_isolating: whether there was a suspect when last asked.
+    num_in_a_row: of them since the last step that did not. is_isolating: whether there was a
+    suspect when last asked.
     """
 
     def __init__(self) -> None:

@@ -371,7 +371,7 @@ class SliceBook:
     # -- seats ------------------------------------------------------------------------------
 
     def seat(self, sequence: Sequence) -> None:
-        """Pin and copy a sequence's rows. Where they do not fit or cannot be copied, the full head is
+        """Pin and copy a sequence's rows. Where they do not fit, or a copy fails, the full head is
         computed and read at the slice's ids: the same draws, only slower. No step may be in
         flight."""
         head = sequence.head

@@ -186,7 +186,7 @@ def test_keys_that_have_their_shares_take_nothing_from_each_other() -> None:
 def test_a_priority_gives_no_seat_to_a_key_of_a_later_one(
     running: int, comes: int, place: int, later_s: float
 ) -> None:
-    """Beyond 64 all are one. Who makes way does so once, though it comes before the other by now."""
+    """Beyond 64 all are one. Who makes way does so once, though its turn comes first by now."""
     engine = engine_of()
     for i in range(SEATS):
         engine.submit(replace(request(f"a{i}", "a", 4, max_tokens=30), priority=running))
