@@ -247,29 +247,6 @@ def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
     assert 0 < len(loads) <= missed + 1 and set(loads) == {"load 1"}
 
 
-def test_rows_of_a_copy_that_failed_are_nobody_s_and_are_copied_again() -> None:
-    """Whatever made it fail: nobody fails for it."""
-    model = FakeModel(24, seed=2)
-    engine, runner = _engine(model, _profile({2, 3, 4, 5}, 24))
-    load_rows, left = runner.load_rows, [1]
-
-    def fails_once(token_ids: Int32, places: Int32) -> None:
-        if left:
-            left.clear()
-            raise OSError("the model's file")
-        load_rows(token_ids, places)
-
-    runner.load_rows = fails_once  # type: ignore[method-assign]
-    request = _request((9, 7), "slice", 0)
-    first, again = (
-        _drain(engine, replace(request, request_id=name)) for name in ("first", "again")
-    )
-    assert not left and not engine.slices.index.num_users
-    assert ids_of(first) == ids_of(again) and first[-1].finish_reason == "length"
-    loads = [told[0].vocabulary and told[0].vocabulary.num_loaded for told in (first, again)]
-    assert loads == [0, 2]
-
-
 def test_ids_above_any_bound_of_a_smaller_vocabulary_are_drawn() -> None:
     """The paper's code drops ids from 128,000 on."""
     vocab = 150_000

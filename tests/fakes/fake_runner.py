@@ -135,8 +135,8 @@ class FakeRunner:
     """A Runner over a FakeModel. Checks the Batch's invariants as it goes.
 
     fail: called with each Batch before it runs; raises to simulate a broken device (an
-    out-of-memory, say). load_fails: whether the device has no room for head rows, asked at each
-    load. row_s, step_s: simulated device seconds a row and a step.
+    out-of-memory, say). load_fails: whether head rows cannot be copied, asked at each load.
+    row_s, step_s: simulated device seconds a row and a step.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class FakeRunner:
         """Dynamic rows."""
         assert self._is_idle
         if self.load_fails():
-            raise MemoryError("no room for rows")
+            raise OSError("the model's file cannot be read")
         self._pool.update(zip(places.tolist(), token_ids.tolist(), strict=True))
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
