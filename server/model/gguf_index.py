@@ -52,6 +52,7 @@ KEYS: dict[str, Key] = {
     "general.name": Key(str),
     "general.alignment": Key(int, 8, 1 << 20),
     "tokenizer.chat_template": Key(str),
+    "tokenizer.chat_template.tool_use": Key(str),
     "tokenizer.ggml.model": Key(str),
     "tokenizer.ggml.pre": Key(str),
     "tokenizer.ggml.add_bos_token": _FLAG,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
 
 Fields = Mapping[str, Any]
-"""Metadata by key without `tokenizer.ggml.`; `chat_template` too."""
+"""Metadata by key without `tokenizer.ggml.`; `chat_template` and `tool_template` too."""
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4  # of token_type
@@ -43,6 +43,7 @@ def gguf_fields(index: GgufIndex) -> dict[str, Any]:
     found = {k.removeprefix(_PREFIX): v for k, v in fields.items() if k.startswith(_PREFIX)}
     for key, name in (
         ("tokenizer.chat_template", "chat_template"),
+        ("tokenizer.chat_template.tool_use", "tool_template"),
         ("general.architecture", "architecture"),
     ):
         if key in fields:
@@ -270,11 +271,12 @@ def convert_tokenizer(
     )
     _check(made, tokens, bos, source)
     made.save(str(out / "tokenizer.json"), pretty=False)  # read at every start
-    told = {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend", **named}
+    told: Any = {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend", **named}
+    if fields.get("tool_template"):  # where transformers looks for a second one
+        told["chat_template"] = [{"name": "tool_use", "template": fields["tool_template"]}]
     text = json.dumps(told, ensure_ascii=False, indent=1) + "\n"
     (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    template = fields.get("chat_template")
-    if template:
+    if template := fields.get("chat_template"):
         (out / "chat_template.jinja").write_text(str(template), encoding="utf-8")
 
 
