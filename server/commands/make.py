@@ -29,6 +29,7 @@ from cyclopts import Parameter
 
 from drafters.atomic_file import replacing
 from drafters.json_text import object_in
+from server.client.bulk import AnswerFile
 from server.commands.data import (
     FieldOptions,
     as_body,
@@ -151,10 +152,9 @@ def read_turns(data: Path, given: FieldOptions) -> tuple[list[Turn], FieldOption
     turns: list[Turn] = []
     fields = given
     for number, row in rows(data):
-        where = f"{data}:{number}"
         if not turns:
             fields = find_fields(row, given)
-        turn = answered_turn(row, where, fields)
+        turn = answered_turn(row, f"{data}:{number}", fields)
         turns.append(replace(turn, asked=as_body(turn.asked)))
     return turns, fields
 
@@ -246,7 +246,7 @@ def make(
     if plan:
         return 0
     try:
-        with writing(made.output):
+        with writing(made.output), AnswerFile(made.output):
             made.run()
     except KeyboardInterrupt:
         print("what is done is kept: start it again to go on", file=sys.stderr)
@@ -271,6 +271,10 @@ class _Make:
     even_if_busy: bool
 
     def __post_init__(self) -> None:
+        wait_asleep()
+        from server.model.catalog import text_folder
+        from server.model.loader import open_model
+
         check_file(self.data)
         turns, self._columns = read_turns(self.data, self.fields)
         self._learned, self._held = split(turns)
@@ -300,7 +304,8 @@ class _Make:
         self._train, self._test = self._work / "train.jsonl", self._work / "test.jsonl"
         # Of the two parts: their columns have the usual names.
         self._read = FieldOptions(joint=self._columns.joint)
-        self._source = _digest([[*map(asdict, turns)], self._read.joint, self.model.model])
+        self._base = open_model(text_folder(self.model.model))
+        self._source = _digest([[*map(asdict, turns)], self._read.joint, self._base.fingerprint])
         if "train" not in self._skip or self._proposal.chats:
             self._skip.add("form")
         if self._figures("analyze") is None:  # a row that cannot be read is told before the work
@@ -339,7 +344,7 @@ class _Make:
     # What each step is made from: what it reads, and what the steps before it read.
 
     def _made_from(self, step: str) -> str:
-        named = [self.file.description, self.file.served_model_name]
+        named = [self.file.description, self.file.served_model_name, self.model.model]
         own: dict[str, list[Any]] = {
             "analyze": [],
             "enrich": [self.reads_prompts],
@@ -444,19 +449,14 @@ class _Make:
 
     def _training_s(self) -> float:
         """By the size of the model's layers and what this machine multiplies a second."""
-        wait_asleep()
         import torch
 
-        from server.model.catalog import text_folder
-        from server.model.families import text_values
-
-        folder = text_folder(self.model.model)
-        values = text_values(json.loads((folder / "config.json").read_text("utf-8")))
-        hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
-        inner = int(values.get("intermediate_size") or 4 * hidden)
-        parameters = layers * hidden * (3 * inner + 3 * hidden) + hidden * int(values["vocab_size"])
+        config = self._base.config
+        hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
+        inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+        parameters = layers * hidden * (3 * inner + 3 * hidden) + hidden * int(config.vocab_size)
         share = min(1.0, (self.recipe.max_examples or 1 << 40) / len(self._learned))
-        tokens = num_own_ids(self._learned, open_table(folder)[0]) * share * self.recipe.epochs
+        num = num_own_ids(self._learned, open_table(self._base.path)[0])
         if self.model.threads is not None:
             torch.set_num_threads(self.model.threads)
         dtype = torch.bfloat16 if has_bfloat16(self.model.device) else torch.float32
@@ -466,9 +466,8 @@ class _Make:
         while (began := time.perf_counter()) < ends:
             square @ square
             took = min(took, time.perf_counter() - began)
-        seconds = _MULTIPLY_ADDS * parameters * tokens * took / 512**3
-        limit = self.recipe.time_limit
-        return min(seconds, float("inf") if limit is None else 60.0 * limit)
+        seconds = _MULTIPLY_ADDS * parameters * num * share * self.recipe.epochs * took / 512**3
+        return min(seconds, 60.0 * (self.recipe.time_limit or float("inf")))
 
     # The steps.
 

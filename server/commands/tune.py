@@ -65,9 +65,6 @@ from server.engine.step_times import CostTable
 from server.types import CORPUS_FITS
 from vocab_store.entropy import measure
 
-_MADE_BY = "Made by `tailor tasks tune`"
-_OURS = "# Made by `tailor tasks "
-
 
 def tune(run: Tuning) -> dict[str, Any]:
     """Tune a task and write its files; returns what the command prints, as plain values.
@@ -290,7 +287,7 @@ def _origin_lines(run: Tuning, cost: CostTable, num_held_tokens: int) -> list[st
         else f"the model's own for {material.num_recorded} of its prompts"
     )
     return [
-        f"{_MADE_BY} {__version__} on {datetime.date.today().isoformat()}.",
+        f"Made by `tailor tasks tune` {__version__} on {datetime.date.today().isoformat()}.",
         f"data      {run.data.name} ({data}), {material.num_lines} lines",
         f"model     {info.name} ({info.fingerprint[:12]}, {info.dtype})",
         f"outputs   {outputs}; {len(material.held)} held back and replayed, "
@@ -417,6 +414,6 @@ def write_checked(file: Path, text: str, name: str) -> None:
 def is_ours(file: Path) -> bool:
     """Whether there is a task file that a command of `tailor tasks` wrote."""
     try:
-        return file.read_text(encoding="utf-8").startswith(_OURS)
+        return file.read_text(encoding="utf-8").startswith("# Made by `tailor tasks ")
     except (OSError, UnicodeDecodeError):
         return False

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from drafters.corpus import Corpus
+from server.client.bulk import AnswerFile
 from server.commands.cli import main
 from server.commands.corpus import corpus_of
 from server.commands.data import FieldOptions
@@ -213,6 +214,14 @@ def test_from_a_file_to_a_served_task(
         left.rename(tmp_path / "gone")
         assert done() == others, "what is gone is made again"
         (tmp_path / "gone").rename(left)
+    weights = folder / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    assert done() == set(), "what was made of other weights"
+    weights.write_bytes(kept)
+    with AnswerFile(output):
+        assert main(words) == 1
+    assert f"{output}: another run is writing to it" in capsys.readouterr().err
     corpus = output.with_suffix(".corpus")
     for left in (output, corpus):
         left.unlink()
