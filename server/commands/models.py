@@ -230,11 +230,9 @@ def remove(model: ModelName, /) -> int:
             f"{folder} is a folder of your own and no copy that Tailor made; it stays"
         )
     freed = found.num_bytes
-    try:
-        for one in found.remove:
+    for one in found.remove:
+        with writing(one):
             shutil.rmtree(one)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
     print(f"removed {found.name}: {told_size(freed)} ({found.folder})")
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import statistics
 import time
 import zipfile
@@ -362,6 +363,8 @@ def pack(
         for file in files:
             _put(archive, file.name, file.read_bytes())
     print(f"written: {output} ({', '.join(file.name for file in files)})")
+    if found := re.search(r"^# Serve: (.* --adapter .*)", task.read_text("utf-8"), re.MULTILINE):
+        print(f"not in it: the adapter; carry its folder, too ({found[1]})")
     print(f"next: tailor tasks unpack {output}, on the machine that serves it")
     return 0
 

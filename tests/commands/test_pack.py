@@ -46,7 +46,11 @@ def test_a_task_travels_whole(
     assert "is there already; --force" in capsys.readouterr().err
     first = (tmp_path / "slots.tailor-task").read_bytes()
     assert main(["tasks", "pack", str(task), "--force"]) == 0
+    assert "adapter" not in capsys.readouterr().out
     assert (tmp_path / "slots.tailor-task").read_bytes() == first, "equal tasks, equal files"
+    task.write_text(f"# Serve: tailor serve --adapter slots.make/adapter\n{task.read_text()}")
+    assert main(["tasks", "pack", str(task), "--force"]) == 0
+    assert "not in it: the adapter; carry its folder, too (tailor serve" in capsys.readouterr().out
 
 
 def test_what_lies_elsewhere_or_nowhere_is_told(
