@@ -276,7 +276,7 @@ def add_state_routes(app: FastAPI, client: EngineClient) -> None:
         status: HealthStatus = "degraded"
         if client.stuck:
             status = "stuck"
-        elif not {"ready", "loading"} & set(states):
+        elif not {"ready", "loading", "restarting"} & set(states):
             status = "dead"
         elif "ready" not in states:
             status = "loading"

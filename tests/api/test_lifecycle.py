@@ -216,7 +216,7 @@ def test_the_only_engine_dies_and_comes_back() -> None:
         engine.die()
         assert cut.result().json()["error"]["code"] == "engine_died"
         health = httpx.get(live.url + "/health")
-        assert health.status_code == 503 and health.json()["status"] == "dead"
+        assert health.status_code == 503 and health.json()["status"] == "loading", "again"
         assert httpx.get(live.url + "/ping").status_code == 200, "it will recover"
         refused = live.post()
         assert refused.json()["error"]["code"] == "no_engine"
