@@ -138,7 +138,9 @@ def request_body(
 
 def total(metrics: str, name: str, **labels: str) -> float:
     """Sum of a series of /metrics over the labels that are not given; 0.0 without one."""
-    samples = (s for family in text_string_to_metric_families(metrics) for s in family.samples)
+    # The parser takes half a second for a page of ten thousand lines.
+    told = "\n".join(line for line in metrics.split("\n") if line.startswith(name))
+    samples = (s for family in text_string_to_metric_families(told) for s in family.samples)
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
 
