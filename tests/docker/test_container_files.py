@@ -149,6 +149,8 @@ def test_compose_mounts_what_is_there_and_waits_for_health() -> None:
     assert set(plain["services"]) == {"tailor", "prometheus", "grafana"}
     for name, service in plain["services"].items():
         assert service["read_only"] is True and service["cap_drop"] == ["ALL"], name
+        if "healthcheck" in service:  # of the service itself, not of what a proxy says
+            assert service["healthcheck"]["test"][1:4] == ["wget", "-Y", "off"], name
         for port in service["ports"]:
             assert port.startswith("127.0.0.1:"), port
         for volume in service["volumes"]:
