@@ -29,13 +29,17 @@ log = logging.getLogger("tailor.fleet")
 APPLICATION = "tailor"
 RECONNECT_S = 600
 """How long Ray's processes wait for a head that is gone before they end; Ray's own is 60."""
+_CPUS = 1e6
+"""Logical ones, which bind no replica: a SIGHUP may ask for more than there were at the start."""
 _LOOK_S = 0.2
 _TELL_S = 1.0
 _MAX_PAUSE_S = 10.0
-_QUIET = {
+QUIET = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Ray would start a process a core ahead, without what ours are started with: nobody's.
+    "RAY_prestart_worker_first_driver": "0",
 }
 _ALONE = {
     # As on a laptop with Windows or OSX, Ray takes 127.0.0.1 for its node's address, and then its
@@ -106,12 +110,15 @@ class Fleet:
             is_mine = self.keeper is not None or _ask_desk("owner") in ("", self._id)
             if is_mine:  # ingresses are not replaced: they wait for server.yaml's drain_s alone
                 _ask_desk("end")
-        if self.keeper is not None:
-            serve.shutdown()
-            self.keeper.let_go()
-        elif is_mine:
-            serve.delete(APPLICATION)
-        ray.shutdown()
+        try:
+            if self.keeper is not None:
+                serve.shutdown()
+            elif is_mine:
+                serve.delete(APPLICATION)
+        finally:  # also where a second signal comes, or Serve has not started
+            if self.keeper is not None:
+                self.keeper.let_go()
+            ray.shutdown()
 
     def update(self, cluster: ClusterConfig, parts: FleetParts) -> None:
         """Deploy anew: what has changed is replaced, new replicas first, while requests go on.
@@ -123,13 +130,14 @@ class Fleet:
     def _connect(self) -> None:
         cluster = self._cluster
         alone = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_ALONE}
-        for name, value in {**_QUIET, **(alone if cluster.address is None else {})}.items():
+        for name, value in {**QUIET, **(alone if cluster.address is None else {})}.items():
             os.environ.setdefault(name, value)
         ray = _ray()
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
         if cluster.address is None:
             self._tell("preparing what is made once on this machine: models, machine code")
             self._parts.prepare()
+            spare_processes()
         try:
             if cluster.address is not None:
                 self._tell(f"looking for Ray at {cluster.address}")
@@ -142,7 +150,7 @@ class Fleet:
             memory = cluster.embedded.object_store_memory.num_bytes
             ray.init(
                 address="local",
-                num_cpus=cluster.embedded.num_cpus or self._cpus(),
+                num_cpus=cluster.embedded.num_cpus or _CPUS,
                 object_store_memory=memory,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
@@ -153,16 +161,6 @@ class Fleet:
             self.keeper = HeadKeeper(ray._private.worker.global_worker.node)
         except Exception as error:  # Ray's are of any kind: a node that starts late, a plain one
             raise ConfigError(f"Ray could not be reached or started: {error}") from None
-
-    def _cpus(self) -> float:
-        """What all replicas ask for; logical, so that it does not bind what they use."""
-        cluster = self._cluster
-        ingress = cluster.ingress
-        asked = ingress.num_cpus * _with_surge(ingress.replicas, ingress.surge_percent)
-        for model in self._parts.server.models:
-            replicas = cluster.replicas_of(model.name)
-            asked += replicas.num_cpus * _with_surge(replicas.most, replicas.surge_percent)
-        return float(max(1, round(asked + 0.5)))
 
     def _deploy(self) -> None:
         from ray import serve
@@ -315,15 +313,19 @@ def _update(fleet: Fleet, again: Callable[[], tuple[ClusterConfig, FleetParts]])
         log.error("the fleet was not changed: %s: %s", type(error).__name__, error)
 
 
-def _with_surge(num: int, percent: int) -> int:
-    """Replicas that there are at most while an update replaces them."""
-    return num + -(-num * percent // 100)
-
-
 def _catch(stop: threading.Event, hup: threading.Event) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     signal.signal(signal.SIGHUP, lambda *_: hup.set())
+
+
+def spare_processes() -> None:
+    """A Ray that this process starts has no dashboard, log monitor or autoscaler, of which nobody
+    here asks anything: most of a start's work, and beside it a node's agents may come too late."""
+    from ray._private.node import Node
+
+    for start in ("start_api_server", "start_log_monitor", "start_monitor"):
+        setattr(Node, start, lambda *_, **__: None)
 
 
 def _ray() -> Any:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # a replica of an engine has no server
 
 TASKS = tuple(f"task-{i}" for i in range(24))
 CALM = {
-    "RAY_prestart_worker_first_driver": "0",  # see run_fleet
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",

@@ -37,7 +37,14 @@ import psutil
 
 from server.config import ServerConfig
 from server.config.cluster import ClusterConfig
-from server.fleet.local import APPLICATION, Fleet, HeadKeeper, head_settings
+from server.fleet.local import (
+    APPLICATION,
+    QUIET,
+    Fleet,
+    HeadKeeper,
+    head_settings,
+    spare_processes,
+)
 from tests.fleet.ray_parts import FakeParts
 from tests.waiting import wait_until
 
@@ -130,8 +137,8 @@ def _be_eager() -> None:
 
 
 def main() -> None:
-    # Ray would start a process a core ahead, without what ours are started with: nobody's.
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     options = _parser().parse_args()
     if options.single:
         _single(_fleet_of(options)[1])
@@ -190,10 +197,8 @@ def _nodes(num: int) -> Iterator[Nodes | None]:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for Ray: nodes are at 127.0.0.1
     from ray.cluster_utils import Cluster
 
-    common: dict[str, Any] = {
-        "object_store_memory": 80 << 20, "include_dashboard": False, "include_log_monitor": False,
-        "no_monitor": True,
-    }  # fmt: skip
+    spare_processes()
+    common: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
     with tempfile.TemporaryDirectory() as folder:
         first = {"num_cpus": 8, "_system_config": head_settings(folder), **common}
         cluster = Cluster(initialize_head=True, head_node_args=first)

@@ -38,7 +38,7 @@ pytestmark = needs("ray")
 NUM_REPLICAS = 3
 OWN_PORTS = free_port(2)
 ALL = {"authorization": "Bearer sk-all"}
-_wait = partial(wait_until, timeout_s=90.0, pause_s=1.0)
+_wait = partial(wait_until, timeout_s=90.0, pause_s=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_answers_and_refusals_are_those_of_a_single_server(
     fleet: FleetProcess, single: LiveServer
 ) -> None:
     bodies = [_body(i, n=1 + i % 2, logprobs=2) for i in range(24)]
-    with ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(24) as threads:
         answers = list(threads.map(partial(_post, fleet.url), bodies))
     for body, answer in zip(bodies, answers, strict=True):
         assert answer["choices"] == _post(single.url, body)["choices"]
@@ -181,7 +181,7 @@ def test_answers_and_refusals_are_those_of_a_single_server(
 
 def test_the_openai_client_streams_through_it(fleet: FleetProcess, single: LiveServer) -> None:
     client = openai.OpenAI(api_key="sk-all", base_url=fleet.url + "/v1", max_retries=0, timeout=60)
-    body = _body(3, max_tokens=60)
+    body = _body(3, max_tokens=30)
     extra = {"ignore_eos": body.pop("ignore_eos")}
     began_s = time.monotonic()
     at_s, text = [], ""
@@ -205,8 +205,12 @@ def test_the_state_of_every_replica_is_told(fleet: FleetProcess) -> None:
 def test_sums_over_all_that_are_scraped_count_nothing_twice(fleet: FleetProcess) -> None:
     steps, requests = "tailor_engine_steps_total", "tailor_request_success_total"
     before, num = (_sum(steps), _sum(requests)), 12
-    for i in range(num):
-        _post(f"http://127.0.0.1:{OWN_PORTS + i % 2}", _body(i))
+    with ThreadPoolExecutor(num) as threads:
+        list(
+            threads.map(
+                lambda i: _post(f"http://127.0.0.1:{OWN_PORTS + i % 2}", _body(i)), range(num)
+            )
+        )
     _wait(lambda: _sum(steps) > before[0])
     assert any("tailor_time_to_first_token_seconds_bucket{" in text for text in _own_metrics())
     assert _sum("tailor_engine_up") == NUM_REPLICAS
