@@ -29,8 +29,7 @@ log = logging.getLogger("tailor.fleet")
 APPLICATION = "tailor"
 RECONNECT_S = 600
 """How long Ray's processes wait for a head that is gone before they end; Ray's own is 60."""
-_CPUS = 1e6
-"""Logical ones, which bind no replica: a SIGHUP may ask for more than there were at the start."""
+_CPUS = 1e6  # logical, and bind nothing: a SIGHUP may ask for more replicas than at the start
 _LOOK_S = 0.2
 _TELL_S = 1.0
 _MAX_PAUSE_S = 10.0
@@ -260,7 +259,8 @@ class HeadKeeper:
     def _run(self) -> None:
         pause_s = _LOOK_S
         while not self._ended.wait(pause_s):
-            if self._lives():
+            found = self.node.all_processes.get("gcs_server")
+            if found and found[0].process.poll() is None:
                 pause_s = _LOOK_S
                 continue
             log.error("Ray's head process has died; it is started again")
@@ -270,10 +270,6 @@ class HeadKeeper:
             except Exception as error:  # whatever Ray raises: try again, requests go on
                 log.error("Ray's head process did not start: %s", error)
                 pause_s = min(_MAX_PAUSE_S, 2.0 * pause_s)
-
-    def _lives(self) -> bool:
-        found = self.node.all_processes.get("gcs_server")
-        return bool(found) and found[0].process.poll() is None
 
 
 def up(

@@ -250,6 +250,24 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(
     assert "Ray could not be reached or started: The current node timed" in capsys.readouterr().err
 
 
+def test_ray_ends_where_serve_does_not(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray import serve
+
+    ended: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append("Ray"))
+    monkeypatch.setattr(serve, "shutdown", lambda: 1 / 0)
+    monkeypatch.setattr(local, "_ask_desk", lambda *_: None)
+    unused: Any = None
+    fleet = local.Fleet(unused, unused)
+    keeper: Any = SimpleNamespace(let_go=lambda: ended.append("keeper"), stop=lambda: None)
+    fleet.keeper = keeper
+    with pytest.raises(ZeroDivisionError):
+        fleet.__exit__()
+    assert ended == ["keeper", "Ray"]
+
+
 @pytest.mark.slow
 @needs("ray")
 def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
