@@ -179,11 +179,9 @@ class BlockPool:
         assert not free & cached, "a block is both free and cached"
         unreferenced = {b for b in range(self.num_blocks) if counts[b] == 0}
         assert free | cached == unreferenced, "a block is lost or free while referenced"
-        for block in range(self.num_blocks):
-            is_published = self._places[block] is not None
-            assert (block in cached) == (counts[block] == 0 and is_published)
-        found = [(p, *one) for p, all_ in self._behind.items() for one in all_]
         published = {(*place, b) for b, place in enumerate(self._places) if place is not None}
+        assert cached == unreferenced & {place[-1] for place in published}, "cached, not published"
+        found = [(p, *one) for p, all_ in self._behind.items() for one in all_]
         assert set(found) == published, "blocks behind a parent are others than those published"
         assert len({place[:2] for place in found}) == len(found), "two blocks of the same content"
         assert all(self._behind.values()), "a parent without blocks is kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -335,13 +336,17 @@ class LikelyDrafter(FakeDrafter):
         return session
 
 
+@cache
+def _sure_prior(vocab_size: int) -> Prior:
+    return random_prior(vocab_size, sure=40.0)
+
+
 class OwnLogits(AutoDrafter):
     """`auto` without a corpus; its sessions share what the model held likely and read its states,
     and are counted."""
 
     def __init__(self, vocab_size: int) -> None:
-        prior = random_prior(vocab_size, sure=40.0)
-        super().__init__(seen=Seen(), model_prior=prior)
+        super().__init__(seen=Seen(), model_prior=_sure_prior(vocab_size))
         self.sessions: list[AutoSession] = []
 
     def open(

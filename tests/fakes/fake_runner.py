@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +73,12 @@ class FakeModel:
         return kv
 
     def logits(self, row_hash: int, recent: Sequence[int] = ()) -> Float32:
-        """float32 [V] raw logits of a row."""
+        """float32 [V] raw logits of a row, to read: the loop, the engine and its drafters ask for
+        the same ones."""
+        return self._logits(row_hash, tuple(recent[-self.context :]) if self.context else ())
+
+    @lru_cache(1000)  # noqa: B019
+    def _logits(self, row_hash: int, recent: tuple[int, ...]) -> Float32:
         bits = self._ids ^ np.uint64(row_hash)
         bits = (bits ^ (bits >> _29)) * _FACTOR
         out: Float32 = ((bits >> _40).astype(np.float32) / np.float32(1 << 24)) * 6 - 3
@@ -80,9 +86,10 @@ class FakeModel:
             out[: self.alphabet] += np.float32(self.boost)
         if self.context:
             h = self.seed
-            for token in recent[-self.context :]:
+            for token in recent:
                 h = _mix(h * 31 + token + 1)
             out[h % self.vocab_size] += np.float32(self.boost)
+        out.flags.writeable = False
         return out
 
 

@@ -9,6 +9,7 @@ So the drawn id never depends on the drafter, on other requests or on chunks (do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,7 @@ def noise_hash(token_ids: npt.NDArray[np.uint32], key: tuple[int, int]) -> npt.N
     A bijection of the id, so two ids of one row never share a hash. The CPU and CUDA samplers
     compute the same integers.
     """
-    with np.errstate(over="ignore"):
-        return _fmix32(_fmix32(token_ids ^ np.uint32(key[0])) + np.uint32(key[1]))
+    return _fmix32(_fmix32(token_ids ^ np.uint32(key[0])) + np.uint32(key[1]))
 
 
 def gumbel(h32: npt.NDArray[np.uint32]) -> Float64:
@@ -75,7 +75,7 @@ def process_logits(
     """
     s = params.sampling
     x = logits.astype(np.float64)
-    if np.isnan(x).any():
+    if np.isnan(x.max()):  # of any: they are larger than all numbers
         raise FloatingPointError("the model produced NaN logits")
     for token, bias in s.logit_bias:
         x[token] = -np.inf if bias <= -100.0 else x[token] + bias
@@ -143,7 +143,14 @@ def token_logprob(
 
     rank = 1 + the number of ids with a higher logit or an equal logit and a lower id.
     """
-    x = logits.astype(np.float64)
+    return _token_logprob(logits.tobytes(), token_id, num_top, tuple(named))
+
+
+@lru_cache(1000)  # the one-token loop and the FakeRunner ask for the same ones
+def _token_logprob(
+    logits: bytes, token_id: int, num_top: int, named: tuple[int, ...]
+) -> TokenLogprob:
+    x = np.frombuffer(logits, np.float32).astype(np.float64)
     top = x.max()
     logprobs = x - (top + np.log(np.exp(x - top).sum()))
     ids = np.arange(x.shape[0])

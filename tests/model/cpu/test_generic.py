@@ -69,21 +69,14 @@ def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
 
 
 # Windows and a scale on logits; learned positions; biases everywhere; recurrent layers.
-@pytest.mark.parametrize("name", ["cohere2", "gpt2", "phi", "qwen3_5_text"])
-def test_drafts_slices_and_exact_change_no_bit(name: str, tmp_path: Path) -> None:
-    _save(build(name), tmp_path)
-    made: Any = _built(tmp_path, threads=1)
-    try:
-        asked = test_family_engines.requests()[:6]
-        plain = asked, test_family_engines.alone(made, asked)
-        test_family_engines.test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(
-            made, plain
-        )
-        test_family_engines.test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
-            made, plain
-        )
-    finally:
-        made.close()
+@pytest.mark.parametrize("runner", ["cohere2", "gpt2", "phi", "qwen3_5_text"], indirect=True)
+def test_drafts_slices_and_exact_change_no_bit(runner: Any) -> None:
+    asked = test_family_engines.requests()[:6]
+    plain = asked, test_family_engines.alone(runner, asked)
+    test_family_engines.test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(runner, plain)
+    test_family_engines.test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
+        runner, plain
+    )
 
 
 @pytest.mark.parametrize("name", ["starcoder2"])
