@@ -610,7 +610,8 @@ def test_scopes_used_longest_ago_are_forgotten_but_none_that_has_a_choice() -> N
     assert [gain.rests(key) for key in "abc"] == [False, True, False], "a was used again"
     for number in range(100):
         gain.leave(gain.seat(number))
-    assert gain._scopes.table.shape[0] == 16, "a forgotten scope's row is free"
+    rows = gain.scope_of(gain.seat("d")).base
+    assert rows is not None and rows.shape[0] == 16, "a forgotten scope's row is free"
 
 
 def test_without_costs_everybody_is_asked_for_all_that_fits() -> None:
