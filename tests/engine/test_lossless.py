@@ -131,7 +131,7 @@ def _run(
     return results
 
 
-@settings(max_examples=examples(4000), deadline=None, print_blob=True)
+@settings(max_examples=examples(5000), deadline=None, print_blob=True)
 @given(
     has_grammars=st.sampled_from((False, False, False, True, True)),
     seed=st.integers(0, 2**48),

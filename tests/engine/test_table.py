@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.sequence import Sequence
+from server.engine.stops import StopMatcher
 from server.engine.table import NUM_COLUMNS, Table
 from tests.engine.requests import request_of
+from tests.fakes.token_table import table_of
 from tests.profiles import examples
 
 
@@ -78,6 +80,18 @@ def test_verified_tokens_are_never_taken_back() -> None:
         one.verify(1)
     one.rollback(2)
     assert one.output_ids() == (8, 9)
+
+
+def test_a_stop_string_begins_in_no_token_that_was_taken_back() -> None:
+    one = sequence_in(Table(block_size=4, max_model_len=64))
+    one.matcher = StopMatcher((b"ab",), table_of([b"", b"a", b"b"]), True)
+    one.append([1, 2, 1])
+    for token in (1, 2, 1):
+        one.matcher.push(token)
+    one.rollback(2)
+    assert one.matcher.push(2) is None, "ab|a|b with its second a taken back"
+    one.rollback(1)
+    assert one.matcher.push(2) == b"ab"
 
 
 @pytest.mark.parametrize(
