@@ -180,7 +180,7 @@ def _any_text(num_drawn: int, rng: np.random.Generator, vocab_size: int, _: obje
 def _tasks(rng: np.random.Generator, _: int, tasks: Sequence[Sequence[Sequence[int]]]) -> _Script:
     """One task after the other."""
     while True:
-        before, label = tasks[rng.integers(len(tasks))]
+        before, label = tasks[int(rng.integers(len(tasks)))]
         for token in before:
             yield token
         for _ in range(rng.integers(12, 96)):

@@ -22,6 +22,7 @@ from server.commands.train_prior import own_texts
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
+from server.model.cpu.runner import CpuRunner
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 from tests.engine.requests import finish, ids_of
 
@@ -63,8 +64,9 @@ def _answers(
 
 def test_texts_have_the_shape_of_tasks_and_are_what_the_model_would_write(shallow: Path) -> None:
     sizes = EngineSizes(max_num_seqs=4, max_num_batched_tokens=4, kv_bytes=1 << 21)
-    tasks = [[(5, 6), (7, 8)], [(9,), (10, 11, 12)]]
+    tasks = [[[5, 6], [7, 8]], [[9], [10, 11, 12]]]
     with closing(build_runner(RunnerSpec("tiny", str(shallow), sizes, threads=1))) as runner:
+        assert isinstance(runner, CpuRunner)
         texts = own_texts(runner, 4 * (4 * 96 + 192), tasks, seed=3)
         ends = runner.info.eos_token_ids
     assert [text.ids.shape[0] for text in texts] == [96] * 16 + [192] * 4
@@ -79,8 +81,8 @@ def test_texts_have_the_shape_of_tasks_and_are_what_the_model_would_write(shallo
             assert drawn.all() and follows[16:].all() == of_few, "a few are drawn, then none"
             continue
         ids = text.ids.tolist()
-        before, label = next(task for task in tasks if ids[: len(task[0])] == list(task[0]))
-        at = next(i for i in range(12, 192) if ids[i : i + len(label)] == list(label))
+        before, label = next(task for task in tasks if ids[: len(task[0])] == task[0])
+        at = next(i for i in range(12, 192) if ids[i : i + len(label)] == label)
         assert drawn[len(before) - 1 : at - 1].all() and not follows[: at - 1].all()
         assert follows[at + len(label) - 1 :][:40].all()
 

@@ -238,7 +238,7 @@ def test_who_is_asked_and_what_is_booked_is_that_of_whole_arrays(seed: int) -> N
     assert [not reason for reason in why] == would.tolist()
     np.testing.assert_allclose([gain.scope_of(seat) for seat in seats], scopes, rtol=1e-12)
     note_drafts(gain, seats[0], np.full(3, 0.5), [0])
-    earned = max(scopes[0, 0] + saved - 3 * price, -made.LEAST)
+    earned = min(max(scopes[0, 0] + saved - 3 * price, -made.LEAST), made.MOST)
     assert gain.scope_of(seats[0])[0] == pytest.approx(earned)
     assert gain.seats.table[seats[0], 3] == own[0, 3] * (1.0 - 1.0 / MEMORY) + 1.0
 

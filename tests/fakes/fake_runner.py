@@ -77,7 +77,7 @@ class FakeModel:
         the same ones."""
         return self._logits(row_hash, tuple(recent[-self.context :]) if self.context else ())
 
-    @lru_cache(1000)  # noqa: B019
+    @lru_cache(300)  # noqa: B019
     def _logits(self, row_hash: int, recent: tuple[int, ...]) -> Float32:
         bits = self._ids ^ np.uint64(row_hash)
         bits = (bits ^ (bits >> _29)) * _FACTOR

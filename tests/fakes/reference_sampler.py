@@ -146,7 +146,7 @@ def token_logprob(
     return _token_logprob(logits.tobytes(), token_id, num_top, tuple(named))
 
 
-@lru_cache(1000)  # the one-token loop and the FakeRunner ask for the same ones
+@lru_cache(300)  # the one-token loop and the FakeRunner ask for the same ones
 def _token_logprob(
     logits: bytes, token_id: int, num_top: int, named: tuple[int, ...]
 ) -> TokenLogprob:

@@ -58,7 +58,7 @@ def table() -> str:
 
 def _names(test: Any) -> set[str]:
     """The generic models that a test is parametrized over."""
-    (mark,) = [mark for mark in test.pytestmark if mark.args[0] == "name"]
+    (mark,) = [mark for mark in test.pytestmark if mark.args[0] in ("name", "runner")]
     return set(mark.args[1])
 
 
