@@ -586,6 +586,22 @@ def test_a_scope_with_the_model_s_prior_is_asked_at_once_where_that_pays() -> No
     assert not gain.is_asked(gain.seat("dear", foresees=True))
 
 
+def test_what_asking_anybody_takes_is_borne_by_those_that_are_asked() -> None:
+    """A step that asks takes a millisecond whoever is asked: eight whose drafts come true are worth
+    it together, and one of them beside seven that bring nothing is not."""
+    asked = []
+    for num_good in (8, 1):
+        gain = Gain(_line(FIRST_S, 0.1e-3))
+        gain.host.numbers[:4] = 0.15e-3, 0.0, 1e-3, 0.05e-3
+        seats = [gain.seat(("scope", i)) for i in range(8)]
+        for i, seat in enumerate(seats):
+            for _ in range(200):
+                note_ask(gain, seat, np.full(1, 0.9))
+                note_drafts(gain, seat, np.full(1, 0.9), range(i < num_good))
+        asked.append(sum(not why for why in gain.ask(seats, _alone(8), 64)[0]))
+    assert asked == [8, 0]
+
+
 def test_scopes_used_longest_ago_are_forgotten_but_none_that_has_a_choice() -> None:
     gain = Gain(_line(FIRST_S, ROW_S), capacity=2)
     first, second = gain.seat("a", knows=True), gain.seat("b", knows=True)

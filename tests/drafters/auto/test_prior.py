@@ -187,3 +187,21 @@ def test_a_new_scope_trusts_it_as_far_as_it_is_sure(situation: int) -> None:
             weights[prior_cell(level, top, situation)] for top in (0.05, 0.3, 0.9)
         )
         assert 0.1 < unsure < usual < sure < 0.9
+
+
+def test_trust_in_it_is_learned() -> None:
+    """What the head says and never comes is drafted no more."""
+    prior = make_prior(sure=40.0)
+    drafter = AutoDrafter(model_prior=prior, num_likely=0)
+    rng = np.random.default_rng(0)
+    sizes = []
+    for i in range(40):
+        session = opened(drafter, [1, 2, 3])
+        for step in range(16):
+            session.note_state(hidden_of(1000 * i + step))
+            session.extend([int(rng.integers(40, VOCAB))])
+            session.settle()
+            tree = session.propose(8, 2)
+            sizes.append(float(tree.survival[tree.source == PRIOR].sum()))
+        session.close()
+    assert sum(sizes[-64:]) < 0.5 * sum(sizes[:64])
