@@ -190,7 +190,8 @@ class Nodes:
 
 @contextlib.contextmanager
 def _nodes(num: int) -> Iterator[Nodes | None]:
-    """A Ray cluster of so many nodes on this machine; None of 0. An ingress fits on the first."""
+    """A Ray cluster of so many nodes on this machine; None of 0. An ingress fits on the first, and
+    an engine beside two ingresses that come and two that still answer what is open."""
     if not num:
         yield None
         return
@@ -200,7 +201,7 @@ def _nodes(num: int) -> Iterator[Nodes | None]:
     spare_processes()
     common: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
     with tempfile.TemporaryDirectory() as folder:
-        first = {"num_cpus": 8, "_system_config": head_settings(folder), **common}
+        first = {"num_cpus": 9, "_system_config": head_settings(folder), **common}
         cluster = Cluster(initialize_head=True, head_node_args=first)
         keeper = HeadKeeper(cluster.head_node)
         try:
