@@ -116,11 +116,10 @@ from server.commands.options import Bar, ModelOptions, as_options
 from server.commands.own_engine import own_engine
 from server.commands.record import Answer, Prompt, ask_engine, in_order
 from server.datasets import ExampleReader
+from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
-from server.model.build import RunnerSpec, build_runner
-from server.model.catalog import model_folder
-from server.types import EngineSizes, SamplingParams, SpeculationParams, StepCounts
+from server.types import SamplingParams, SpeculationParams, StepCounts
 
 NUM_RESAMPLES = 2000
 BUILD_EVERY = 3
@@ -591,10 +590,8 @@ def columns(ids: Ids, prior: Prior | None = None) -> dict[str, Drafter]:
     }
 
 
-def build_engine(folder: Path, drafters: Mapping[str, Drafter], nodes: int) -> Engine:
-    """An engine on this CPU whose trees are not pruned by what they cost."""
-    sizes = EngineSizes(max_num_seqs=16, kv_bytes=512 << 20)
-    runner = build_runner(RunnerSpec("model", str(folder), sizes, max_model_len=1024))
+def unpruned(runner: Runner, drafters: Mapping[str, Drafter], nodes: int) -> Engine:
+    """An engine whose trees are not pruned by what they cost."""
     settings = EngineSettings(max_num_seqs=16, max_draft_rows=max(1, 16 * nodes))
     return Engine(runner, drafters, settings)
 
@@ -615,32 +612,32 @@ def live(
     ids = open_ids(sets.model)
     head = None if prior is None else Prior.load(prior, fingerprint=None)
     cells = []
-    for name in sets.names():
-        tests = sets.read(ids, name, "test", sets.examples)
-        num_tokens = sum(len(test.output_ids) - 1 for test in tests)
-        longest = max(len(test.output_ids) for test in tests)
-        for nodes in numbers(budgets, "--budgets"):
-            cell: dict[str, Any] = {"data": name, "nodes": nodes, "tokens": num_tokens}
-            engine = build_engine(model_folder(sets.model), drafters := columns(ids, head), nodes)
-            for column in drafters:
-                found = in_order(
-                    ask_engine(
-                        engine, ids.tokenizer,
-                        [Prompt(i, None, tuple(one.prompt_ids)) for i, one in enumerate(tests)],
-                        SamplingParams(temperature=0.0, max_tokens=longest),
-                        speculation=SpeculationParams(column, nodes), num_open=8,
-                    )
-                )  # fmt: skip
-                wanted = [tuple(test.output_ids) for test in tests]
-                same = wanted == [one.output_ids for one in found]
-                told = reduce(StepCounts.plus, (part for one in found for part in one.counts))
-                num_steps = told.num_steps - len(tests)  # after the prompts
-                cell[column] = round(num_tokens / num_steps, 3)
-                cell[f"{column}: sources"] = {name: both for name, *both in told.by_source}
-                cell["same text"] = cell.get("same text", True) and same
-            engine.close()
-            cells.append(cell)
-            print(cell, flush=True)
+    with Bar() as bar, own_engine(ModelOptions(model=sets.model), bar, ()) as (_, model):
+        for name in sets.names():
+            tests = sets.read(ids, name, "test", sets.examples)
+            num_tokens = sum(len(test.output_ids) - 1 for test in tests)
+            longest = max(len(test.output_ids) for test in tests)
+            for nodes in numbers(budgets, "--budgets"):
+                cell: dict[str, Any] = {"data": name, "nodes": nodes, "tokens": num_tokens}
+                engine = unpruned(model.runner, drafters := columns(ids, head), nodes)
+                for column in drafters:
+                    found = in_order(
+                        ask_engine(
+                            engine, ids.tokenizer,
+                            [Prompt(i, None, tuple(one.prompt_ids)) for i, one in enumerate(tests)],
+                            SamplingParams(temperature=0.0, max_tokens=longest),
+                            speculation=SpeculationParams(column, nodes), num_open=8,
+                        )
+                    )  # fmt: skip
+                    wanted = [tuple(test.output_ids) for test in tests]
+                    same = wanted == [one.output_ids for one in found]
+                    told = reduce(StepCounts.plus, (part for one in found for part in one.counts))
+                    num_steps = told.num_steps - len(tests)  # after the prompts
+                    cell[column] = round(num_tokens / num_steps, 3)
+                    cell[f"{column}: sources"] = {name: both for name, *both in told.by_source}
+                    cell["same text"] = cell.get("same text", True) and same
+                cells.append(cell)
+                print(cell, flush=True)
     emit("replay live", {"model": sets.model, "cells": cells}, json)
     return 0 if all(cell["same text"] for cell in cells) else 1
 
