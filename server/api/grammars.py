@@ -42,7 +42,7 @@ WHITESPACE = r" |\n[ \t]{0,24}"
 may write any amount of it sometimes write nothing else."""
 
 _GBNF = re.compile(r"^[^\S\n]*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 Wanted = tuple[GrammarSpec, str]
 """What the output must match, and the field that says so."""
@@ -50,10 +50,10 @@ Wanted = tuple[GrammarSpec, str]
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """OpenAI's format of an output that is JSON, as every route has it. schema: None is any object,
+    """OpenAI's format of an output that is JSON, as every route has it. schema: None is missing,
     at: where it lies. field: what the route calls the format."""
 
-    schema: Any = None
+    schema: Any
     at: str = "response_format"
     field: str = "response_format"
 
@@ -75,11 +75,9 @@ def format_of(body: ResponseFormatBody | None) -> OutputFormat | None:
     if beside is not None:
         return OutputFormat(beside, "response_format.schema")
     if body.type != "json_schema":
-        return OutputFormat() if body.type == "json_object" else None
+        return OutputFormat(ANY_OBJECT) if body.type == "json_object" else None
     if inner is None:
-        raise InvalidRequestError(
-            "required with the type json_schema.", at="response_format.json_schema"
-        )
+        return OutputFormat(None, "response_format.json_schema")
     return OutputFormat(inner.schema_value, "response_format.json_schema.schema")
 
 
@@ -99,8 +97,9 @@ def grammar_of(body: GenerationBody, form: OutputFormat | None, rules: SchemaRul
             )
         return wanted
     assert form is not None
-    schema = _ANY_OBJECT if form.schema is None else form.schema
-    return grammar_of_schema(schema, form.at, rules), form.at
+    if form.schema is None:
+        raise InvalidRequestError("required with the type json_schema.", at=form.at)
+    return grammar_of_schema(form.schema, form.at, rules), form.at
 
 
 def grammar_of_schema(
@@ -174,7 +173,7 @@ def _structured_json(
                 at=called("whitespace_pattern"),
             )
         whitespace = ""
-    schema = _ANY_OBJECT if given.json_value is None else _schema_of(given.json_value, at)
+    schema = ANY_OBJECT if given.json_value is None else _schema_of(given.json_value, at)
     if given.disable_additional_properties is None:
         return grammar_of_schema(schema, at, rules, whitespace)
     grammar_of_prepared(schema, at)

@@ -94,6 +94,7 @@ FORMATS: list[tuple[str, dict[str, Any]]] = [
     (".json_schema.name", {"type": "json_schema", "json_schema": {"name": "x y"}}),
     (".json_schema", {"type": "json_schema"}),
     (".json_schema", {"type": "text", "json_schema": {"name": "x"}}),
+    (".json_schema.schema", {"type": "json_schema", "json_schema": {"name": "x"}}),
     (
         ".json_schema.schema",
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}},

@@ -261,6 +261,8 @@ def test_a_value_is_told_as_the_client_wrote_it(server: LiveServer) -> None:
         ({"input": [{"role": "user"}]}, "invalid_value", "input[0].content"),
         ({"max_output_tokens": 10_000}, "context_length_exceeded", "max_output_tokens"),
         ({"input": "a b " * 5000}, "context_length_exceeded", "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "invalid_value",
+         "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "nope"}}}},
          "invalid_value", "text.format.schema"),
         ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "invalid_value",

@@ -32,7 +32,7 @@ from server.api.chats import Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
 from server.api.faces.chat import FunctionBody, tool_of
 from server.api.faces.items import TEXTS, Item, Items
-from server.api.grammars import OutputFormat
+from server.api.grammars import ANY_OBJECT, OutputFormat
 from server.api.order import Names, Order, Target
 from server.api.route_context import RouteContext, StreamWriter, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
@@ -214,13 +214,15 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: 
         )
     form, output = text.format, None
     if form is not None:
-        at = "text.format" if form.schema_value is None else "text.format.schema"
-        if form.schema_value is not None and form.type == "text":
+        schema, at = form.schema_value, "text.format.schema"
+        if schema is not None and form.type == "text":
             raise InvalidRequestError(
                 "allowed only with the types json_schema and json_object.", at=at
             )
+        if schema is None and form.type == "json_object":
+            schema, at = ANY_OBJECT, "text.format"
         if form.type != "text":
-            output = OutputFormat(form.schema_value, at, "text.format")
+            output = OutputFormat(schema, at, "text.format")
     return Chat(
         body=body,
         names=Names(
