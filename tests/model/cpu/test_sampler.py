@@ -4,6 +4,7 @@ ids equal the reference's is a test of gpu/test_sampler.py, for both samplers.""
 from __future__ import annotations
 
 import math
+import time
 from itertools import product
 
 import numpy as np
@@ -16,10 +17,10 @@ from server.model.cpu.draws import Draws
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels.sampling import DrawSettings
 from server.model.cpu.records import FAILED
-from server.model.draws import noise_key, undrawn
+from server.model.draws import allowed_words, noise_key, undrawn
 from server.types import DRAW_NUMBERS, SamplingParams
 from tests.fakes import reference_sampler as sampling
-from tests.model.batches import draw_params
+from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.sampler_cases import Logits, V
 from tests.profiles import examples
 
@@ -124,3 +125,16 @@ def test_a_row_with_nan_fails_alone() -> None:
     out = np.zeros(2, np.int32)
     cpu_sampler.greedy(np.array([0, 1]), logits, hidden, out)
     assert out.tolist() == [0, FAILED]
+
+
+def test_a_long_list_of_allowed_ids_is_read_once_for_all_draws() -> None:
+    """Else all choices of each step wait for it."""
+    allowed = SamplingParams(allowed_token_ids=tuple(range(7, 250_000)))
+    builder, took = BatchBuilder(), list[float]()
+    [row] = builder.add_rows(Pages(1).sequence(1), (0,), 0)
+    builder.draw(row, builder.add_params(draw_params(allowed)))
+    for _ in range(8):
+        began = time.thread_time()
+        allowed_words(builder.build(), 0, (), 1 << 18)
+        took.append(time.thread_time() - began)
+    assert 2 * min(took[1:]) < took[0]
