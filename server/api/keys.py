@@ -195,6 +195,7 @@ class Caller:
         self.submissions: list[Submission] = []
         self._use: KeyUse | None = None
         self._reserved = 0
+        self._arrival_s = 0.0  # of its first Request
 
     @property
     def tenant(self) -> str:
@@ -220,7 +221,9 @@ class Caller:
             )
             await self._use.reserve(amount)
             self._reserved += amount
-        submission = client.submit(requests, total_timeout_s=total_timeout_s)
+        self._arrival_s = self._arrival_s or requests[0].arrival_s
+        deadline_s = None if total_timeout_s is None else self._arrival_s + total_timeout_s
+        submission = client.submit(requests, deadline_s=deadline_s)
         self.submissions.append(submission)
         return submission
 

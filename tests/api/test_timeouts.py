@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from server.api.faces import decisions
 from server.config import LimitsConfig, ServerConfig, SpeculationConfig, TaskConfig
 from server.config.task import TaskLimits
 from tests.api.fixtures import over, served_by
@@ -30,6 +31,7 @@ LIMITS = {
     "hurried": TaskLimits(total_timeout_s=1.0),
     "patient": TaskLimits(total_timeout_s=60),
     "impatient": TaskLimits(queue_timeout_s=0.4),
+    "calm": TaskLimits(queue_timeout_s=1.0),
 }
 TASKS = {
     name: TaskConfig(name=name, limits=limits, speculation=SpeculationConfig(drafter="suffix"))
@@ -117,6 +119,17 @@ def test_a_request_that_waits_too_long_is_refused_and_the_others_go_on(
 def test_a_request_that_has_begun_is_not_in_the_queue_any_more(one_seat: LiveServer) -> None:
     answer = one_seat.post(model="impatient", max_tokens=14, ignore_eos=True)  # 0.7 s of steps
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 14
+
+
+def test_questions_wait_for_the_engine_and_not_for_those_before_them(
+    one_seat: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But all of them together are one request, which may take so long and no longer."""
+    monkeypatch.setattr(decisions, "MAX_WAVE_QUESTIONS", 1)
+    questions = [{"type": "predicate", "instructions": f"{i}"} for i in range(24)]
+    for task, status in (("calm", 200), ("hurried", 504)):
+        answer = one_seat.post("/v1/decisions", model=task, input="x", questions=questions)
+        assert answer.status_code == status, answer.text
 
 
 # --- streams ---

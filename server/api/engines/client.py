@@ -440,12 +440,10 @@ class EngineClient:
             for account, engine in accounts
         ]
 
-    def submit(
-        self, requests: Sequence[Request], *, total_timeout_s: float | None = None
-    ) -> Submission:
+    def submit(self, requests: Sequence[Request], *, deadline_s: float | None = None) -> Submission:
         """Hand Requests to engines; all of them are taken or none.
 
-        total_timeout_s: counts from the arrival of the first one. Raises QueueFullError,
+        deadline_s: time.monotonic() from which on it is too late. Raises QueueFullError,
         LoadingError, DrainingError or NoEngineError.
         """
         if self.is_draining:
@@ -463,9 +461,8 @@ class EngineClient:
             slot = route(self.of(request.model), request) if len(requests) > 1 else first
             slot.hold(submission, request)
             slot.send(("submit", request))
-        if total_timeout_s is not None:
-            elapsed_s = time.monotonic() - requests[0].arrival_s if requests[0].arrival_s else 0.0
-            submission.expire_after(max(0.0, total_timeout_s - elapsed_s))
+        if deadline_s is not None:
+            submission.expire_after(max(0.0, deadline_s - time.monotonic()))
         return submission
 
     # --- life ---

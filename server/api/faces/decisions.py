@@ -39,7 +39,7 @@ import string
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -583,6 +583,8 @@ class QuestionFace(Face):
             for wave in _waves(requests):
                 if is_gone:
                     raise ClientGoneError("The client left before all questions were asked.")
+                if submissions:  # it has not waited while those before it were computed
+                    wave = [replace(one, arrival_s=time.monotonic()) for one in wave]
                 submission = await context.submit(request, target, wave)
                 submissions.append(submission)
                 if is_gone:
