@@ -195,7 +195,6 @@ class Caller:
         self.submissions: list[Submission] = []
         self._use: KeyUse | None = None
         self._reserved = 0
-        self._arrival_s = 0.0  # of its first Request
 
     @property
     def tenant(self) -> str:
@@ -208,21 +207,23 @@ class Caller:
         return None if self.key is None else self.key.may_use
 
     async def submit(
-        self, client: EngineClient, requests: Sequence[Request], total_timeout_s: float | None
+        self,
+        client: EngineClient,
+        requests: Sequence[Request],
+        every: Sequence[Request],
+        total_timeout_s: float | None,
     ) -> Submission:
-        """Hand Requests to the engines for this caller; all of them are taken or none.
+        """Hand Requests to the engines for this caller; all of them are taken or none. every: these
+        and all that come later, whose tokens are reserved and whose time runs from the first on.
 
         Raises what EngineClient.submit raises, and RateLimitedError when the key has used up its
         tokens. Tokens are reserved for all that may be generated; `leave` gives back what was not.
         """
-        if self._use is not None:
-            amount = sum(
-                len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in requests
-            )
+        if self._use is not None and not self.submissions:
+            amount = sum(len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in every)
             await self._use.reserve(amount)
-            self._reserved += amount
-        self._arrival_s = self._arrival_s or requests[0].arrival_s
-        deadline_s = None if total_timeout_s is None else self._arrival_s + total_timeout_s
+            self._reserved = amount
+        deadline_s = None if total_timeout_s is None else every[0].arrival_s + total_timeout_s
         submission = client.submit(requests, deadline_s=deadline_s)
         self.submissions.append(submission)
         return submission

@@ -216,12 +216,17 @@ class RouteContext:
         return Target(name or model.key, task, model, self.room(model), caller.tenant)
 
     async def submit(
-        self, request: HttpRequest, target: Target, requests: Sequence[Request]
+        self,
+        request: HttpRequest,
+        target: Target,
+        requests: Sequence[Request],
+        every: Sequence[Request] = (),
     ) -> Submission:
-        """Hand the Requests of one order to the engines, for this caller and with its task's
-        time-out. Every route that generates goes through here."""
+        """Hand Requests to the engines, for this caller and with its task's time-out. every: of the
+        order, where these are not all. Every route that generates goes through here."""
         limits = (self.limits.total_timeout_s, target.task.limits.total_timeout_s)
-        return await caller_of(request).submit(self.client, requests, tighter(*limits))
+        caller, every = caller_of(request), every or requests
+        return await caller.submit(self.client, requests, every, tighter(*limits))
 
     async def whole(
         self,

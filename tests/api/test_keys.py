@@ -13,6 +13,7 @@ from server.api.admin import ADAPTER_PATHS
 from server.api.keys import ApiKey, Bucket, Keyring
 from server.config import KeyConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
+from server.types import Delta
 from tests.api.fixtures import BODIES, served_by
 from tests.api.live import LiveServer, as_key, encode, served
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
@@ -92,6 +93,7 @@ CONFIG = ServerConfig.model_validate(
             {"id": "seat", "key": "sk-seat", "max_concurrent_requests": 2},
             {"id": "tokens", "key": "sk-tokens", "tokens_per_minute": 100},
             {"id": "unused", "key": "sk-unused", "tokens_per_minute": 100},
+            {"id": "asks", "key": "sk-asks", "tokens_per_minute": 100},
         )
     }
 )
@@ -203,6 +205,19 @@ def test_unused_tokens_come_back(server: LiveServer, engine: ScriptedEngine) -> 
     for status in (*[200] * 6, 429):  # each asks for 50 tokens and uses 9
         answer = ask(server, "sk-unused", prompt=[5] * 8, max_tokens=42)
         assert answer.status_code == status
+
+
+def test_more_questions_than_a_minute_s_worth_are_let_in_by_a_full_bucket(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    """As one prompt is: the first question, which goes alone, takes nothing from the others."""
+    told: Any = {"finish_reason": "length", "label_logprobs": (-1.0, -2.0)}
+    engine.script = lambda r: [[Delta(r.request_id, 0, (), **told)]]
+    question = {"type": "predicate", "instructions": "y"}
+    body = {"model": "tiny", "input": "x", "questions": [question] * 9}
+    for status in (200, 429):
+        answer = server.post("/v1/decisions", "sk-asks", **body)
+        assert answer.status_code == status, answer.text
 
 
 def test_without_keys_admin_routes_are_closed_and_the_rest_open() -> None:

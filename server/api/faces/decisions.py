@@ -585,7 +585,7 @@ class QuestionFace(Face):
                     raise ClientGoneError("The client left before all questions were asked.")
                 if submissions:  # it has not waited while those before it were computed
                     wave = [replace(one, arrival_s=time.monotonic()) for one in wave]
-                submission = await context.submit(request, target, wave)
+                submission = await context.submit(request, target, wave, requests)
                 submissions.append(submission)
                 if is_gone:
                     submission.abort()
