@@ -313,13 +313,7 @@ class Orders:
                     "the prompt has no tokens; it cannot be empty.", at=at, param=names["prompt"]
                 )
             return ids
-        if max(prompt) >= model.vocab_size:
-            wrong = next(i for i in prompt if i >= model.vocab_size)
-            raise InvalidRequestError(
-                f"token id {echoed(wrong)} is not below the vocabulary size, {model.vocab_size}.",
-                at=at,
-                param=names["prompt"],
-            )
+        model.check_ids(prompt, at, names["prompt"])
         return prompt
 
     async def _prediction_ids(self, prediction: PredictionBody, target: Target) -> tuple[int, ...]:
@@ -408,16 +402,9 @@ class Orders:
         stop = defaults.stop if body.stop is None else body.stop
         stop_ids = defaults.stop_token_ids if body.stop_token_ids is None else body.stop_token_ids
         allowed, named = body.allowed_token_ids, body.logprob_token_ids or ()
-        for field_name, ids in (
-            ("stop_token_ids", stop_ids),
-            ("allowed_token_ids", allowed or ()),
-            ("logprob_token_ids", named),
-        ):
-            if ids and max(ids) >= model.vocab_size:
-                raise InvalidRequestError(
-                    f"token id {max(ids)} is not below the vocabulary size, {model.vocab_size}.",
-                    at=field_name,
-                )
+        model.check_ids(stop_ids, "stop_token_ids")
+        model.check_ids(allowed or (), "allowed_token_ids")
+        model.check_ids(named, "logprob_token_ids")
         bias = _bias_of(body, model)
         if allowed is not None and {i for i, b in bias if b <= -100.0}.issuperset(allowed):
             raise ConstraintUnsatisfiableError(

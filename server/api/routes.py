@@ -203,10 +203,7 @@ def add_model_routes(app: FastAPI, context: RouteContext) -> None:
     async def detokenize(request: HttpRequest) -> Response:
         body = await context.body(request, DetokenizeBody)
         model = context.target(request, body.model).model
-        if max(body.tokens, default=0) >= model.vocab_size:
-            raise InvalidRequestError(
-                f"ids must be below the vocabulary size, {model.vocab_size}.", at="tokens"
-            )
+        model.check_ids(body.tokens, "tokens")
         # Special ids are told too, as in vLLM.
         decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
         text = await context.orders.work(decode, len(body.tokens))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from server.api.chat_template import ChatTemplate, SegmentEncoder
 from server.api.tools import MARKERS, ToolFormat, format_of
 from server.config import DEFAULT_TASK, SamplingDefaults, TaskConfig
-from server.errors import ModelNotFoundError, echoed, nearest
+from server.errors import InvalidRequestError, ModelNotFoundError, echoed, nearest
 from server.token_bytes import TokenBytes
 from server.types import AdapterOrder
 
@@ -113,6 +113,15 @@ class ServedModel:
     def prompt_ids(self, base_ids: list[int]) -> list[int]:
         """The ids of a prompt whose text has these base ids."""
         return base_ids if self.reads is None else self.reads(base_ids)
+
+    def check_ids(self, ids: Sequence[int], at: str, param: str | None = None) -> None:
+        """Raise InvalidRequestError for an id that it does not have."""
+        if (most := max(ids, default=0)) >= self.vocab_size:
+            raise InvalidRequestError(
+                f"token id {echoed(most)} is not below the vocabulary size, {self.vocab_size}.",
+                at=at,
+                param=param,
+            )
 
 
 class Catalog:

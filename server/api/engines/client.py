@@ -146,9 +146,8 @@ class WaitingRoom:
         One that has less than its share of `most` may even where others have taken it all: none
         that was let in is turned out for it. So n keys hold `most` times 1 + 1/2 + ... + 1/n.
         """
-        key, more, more_tokens = requests[0].tenant, len(requests), 0
-        for request in requests:
-            more_tokens += len(request.prompt_ids)
+        key, more = requests[0].tenant, len(requests)
+        more_tokens = sum(len(request.prompt_ids) for request in requests)
         share = len(self._held) + (key not in self._held)
         num, num_tokens = self._held.get(key, (0, 0))
         return (len(self._requests) + more <= most[0] or num + more <= most[0] // share) and (

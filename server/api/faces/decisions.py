@@ -57,14 +57,13 @@ from server.api.bodies import (
     extent,
     refuse_members,
 )
-from server.api.engines.submission import RequestAccount, Submission
+from server.api.engines.submission import RequestAccount
 from server.api.faces.items import TEXTS, Items, text_of
 from server.api.order import Target, tighter
-from server.api.route_context import Face, RouteContext
+from server.api.route_context import Face, RouteContext, caller_of
 from server.api.served_model import ServedModel
 from server.api.shapes import Chance, Count, Shape, TokenUsage
 from server.errors import (
-    ClientGoneError,
     ContextLengthExceededError,
     EngineError,
     InvalidRequestError,
@@ -569,8 +568,7 @@ class QuestionFace(Face):
         questions, text, at = await context.orders.work(lambda: self.asked(body), body.num_bytes)
         prefix = f"{self.id_prefix}{secrets.token_hex(12)}"
         requests = await self.requests(text, at, questions, target, prefix)
-        submissions: list[Submission] = []
-        is_gone = False
+        submissions, is_gone = caller_of(request).submissions, False
 
         def abort() -> None:
             nonlocal is_gone
@@ -581,12 +579,9 @@ class QuestionFace(Face):
         async def answer() -> Struct:
             chances: list[list[float]] = []
             for wave in _waves(requests):
-                if is_gone:
-                    raise ClientGoneError("The client left before all questions were asked.")
                 if submissions:  # it has not waited while those before it were computed
                     wave = [replace(one, arrival_s=time.monotonic()) for one in wave]
                 submission = await context.submit(request, target, wave, requests)
-                submissions.append(submission)
                 if is_gone:
                     submission.abort()
                 deltas = await submission.rest()

@@ -182,10 +182,8 @@ class KeptItems:
 
     def find(self, tenant: str, item_id: Any) -> Item | None:
         """The item of an answer to this key, None where it is not kept."""
-        items = self._of.get(tenant)
-        if items is None or not isinstance(item_id, str):
-            return None
-        return items.get(item_id, (None, 0))[0]
+        kept = self._of.get(tenant, {})
+        return kept.get(item_id, (None, 0))[0] if isinstance(item_id, str) else None
 
 
 def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: None) -> Chat:
