@@ -78,8 +78,8 @@ def plan_draws(
     def entries(row: str, **values: Array) -> None:
         """Numbers of the processed draw that comes next."""
         for name, array in values.items():
-            lists[name].extend(array.tolist())
-        lists[row].extend([len(lists["at"])] * len(array))
+            lists[name].append(array)
+        lists[row].append(np.full(array.shape[0], len(lists["at"])))
 
     for at, (draw, row) in enumerate(zip(draw_ids.tolist(), logits_rows.tolist(), strict=True)):
         params = batch.params[batch.draw_params[draw]]
@@ -116,8 +116,8 @@ def plan_draws(
         lists["at"].append(at)
         lists["rows"].append(row)
     arrays = {
-        name: np.array(values, _DTYPES[name])
-        for name, values in lists.items()
+        name: np.array(np.concatenate(values) if name in _RUNS and values else values, kind)
+        for (name, kind), values in zip(_DTYPES.items(), lists.values(), strict=True)
         if lists["at"] or name in _OF_ALL
     }
     num_draws = int(draw_ids.shape[0])
@@ -136,6 +136,7 @@ _DTYPES: dict[str, type[np.generic]] = {
 }  # fmt: skip
 """Arrays of a DrawPlan; without processed draws there are the first four."""
 _OF_ALL = tuple(_DTYPES)[:4]
+_RUNS = {"bias_row", "bias_id", "bias", "penalty_row", "penalty_id", "repetition", "subtract"}
 
 
 def noise_hash(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@ softmax is a test of the CPU's sampler, which equals it, too."""
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +41,26 @@ def test_both_samplers_draw_the_same_ids_as_the_reference(case: Case) -> None:
     assert draw_all(batch, logits) == want
     np.testing.assert_array_equal(logits, before)
     assert cpu_sampler.drawn(batch, logits) == [max(token, FAILED) for token in want]
+
+
+def test_counted_ids_are_never_a_list() -> None:
+    """As lists those of 64 choices took a step longer than a small model does."""
+    builder = BatchBuilder()
+    [row] = builder.add_rows(Pages(1).sequence(1), (0,), 0)
+    counted = draw_params(
+        SamplingParams(repetition_penalty=1.1), counts=dict.fromkeys(range(20_000), (1, 1))
+    )
+    for _ in range(8):
+        builder.draw(row, builder.add_params(counted))
+    batch, took = builder.build(), list[tuple[float, ...]]()
+    for _ in range(5):
+        began_s = time.thread_time()
+        plan = plan_draws(batch, np.arange(8), np.arange(8), 1 << 15)
+        planned_s = time.thread_time()
+        assert sum(np.array(array.tolist()).size for array in plan.arrays.values()) > 640_000
+        took.append((planned_s - began_s, time.thread_time() - planned_s))
+    planning_s, listing_s = map(min, zip(*took, strict=True))
+    assert planning_s < listing_s
 
 
 def test_only_rows_with_top_k_or_top_p_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
