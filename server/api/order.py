@@ -402,9 +402,10 @@ class Orders:
         stop = defaults.stop if body.stop is None else body.stop
         stop_ids = defaults.stop_token_ids if body.stop_token_ids is None else body.stop_token_ids
         allowed, named = body.allowed_token_ids, body.logprob_token_ids or ()
-        model.check_ids(stop_ids, "stop_token_ids")
-        model.check_ids(allowed or (), "allowed_token_ids")
-        model.check_ids(named, "logprob_token_ids")
+        listed = ("stop_token_ids", stop_ids), ("allowed_token_ids", allowed or ())
+        for at, ids in (*listed, ("logprob_token_ids", named)):
+            if ids:
+                model.check_ids(ids, at)
         bias = _bias_of(body, model)
         if allowed is not None and {i for i, b in bias if b <= -100.0}.issuperset(allowed):
             raise ConstraintUnsatisfiableError(
