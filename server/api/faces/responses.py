@@ -182,8 +182,8 @@ class KeptItems:
 
     def find(self, tenant: str, item_id: Any) -> Item | None:
         """The item of an answer to this key, None where it is not kept."""
-        kept = self._of.get(tenant, {})
-        return kept.get(item_id, (None, 0))[0] if isinstance(item_id, str) else None
+        kept = self._of.get(tenant) if isinstance(item_id, str) else None
+        return None if kept is None else kept.get(item_id, (None, 0))[0]
 
 
 def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: None) -> Chat:
