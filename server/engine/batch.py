@@ -46,6 +46,7 @@ class DrawParams:
         of any earlier step where sampling.min_tokens is 0.
     is_greedy: whether a draw without mask is the argmax of the raw logits and nothing more is told
         of it.
+    allowed_ids: int64, sampling.allowed_token_ids: maybe 10^5, which each draw would read again.
     """
 
     sampling: SamplingParams
@@ -56,10 +57,15 @@ class DrawParams:
     count_prompt: Int32
     num_generated: int
     is_greedy: bool = field(init=False)
+    allowed_ids: Int64 | None = field(init=False)
 
     def __post_init__(self) -> None:
         is_greedy = self.takes_argmax(-1) and self.sampling.num_logprobs is None
+        allowed = self.sampling.allowed_token_ids
         object.__setattr__(self, "is_greedy", is_greedy)
+        object.__setattr__(
+            self, "allowed_ids", None if allowed is None else np.array(allowed, np.int64)
+        )
 
     def takes_argmax(self, mask_id: int, num_path: int = 0) -> bool:
         """Whether a draw is the argmax of the raw logits: greedy, nothing excluded, no penalty.

@@ -3,7 +3,6 @@ they may give and their penalty counts; and a Drawn without answers."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +13,7 @@ from server.engine.batch import (
     Drawn,
     DrawParams,
     Int32,
+    Int64,
     Likely,
     UInt32,
     places_of,
@@ -75,22 +75,18 @@ def allowed_words(batch: Batch, draw: int, path: Sequence[int], num_ids: int) ->
             words = np.pad(words, (0, num - words.shape[0]))
         elif gone or s.allowed_token_ids is not None:
             words = words.copy()
-    if s.allowed_token_ids is not None:
-        words &= _allowed(s.allowed_token_ids, num)
+    if params.allowed_ids is not None:
+        words &= _words_of(params.allowed_ids, num)
     if gone:
-        words &= ~_words_of(gone, num)
+        words &= ~_words_of(np.array(gone, np.int64), num)
     return words
 
 
-def _words_of(ids: Sequence[int], num: int) -> UInt32:
+def _words_of(ids: Int64, num: int) -> UInt32:
     """uint32 [num] with the bits of those of the ids that have one."""
-    places, bits = np.array(ids, np.int64), np.zeros(32 * num, bool)
-    bits[places[places < 32 * num]] = True
+    bits = np.zeros(32 * num, bool)
+    bits[ids[ids < 32 * num]] = True
     return np.packbits(bits, bitorder="little").view(np.uint32)
-
-
-_allowed = functools.lru_cache(8)(_words_of)
-"""What a request allows: maybe 10^5 ids, and for all its draws the same."""
 
 
 def penalty_counts(params: DrawParams, path: Sequence[int]) -> Counts:
