@@ -88,12 +88,14 @@ class AnswerFile:
                         if raw.endswith(b"\n"):
                             raise BulkError(f"{self.path}:{num_read}: not a line of answers")
                         continue  # torn by the end of an earlier run
+                    if "error" in record:
+                        continue  # asked again, and whoever mended the input has another key
                     if key_of(record["line"]) != record["key"]:
                         raise BulkError(
                             f"{self.path}:{num_read}: an answer to another request; give the "
                             "answers to these prompts another file"
                         )
-                    if "error" not in record and record["line"] not in kept:
+                    if record["line"] not in kept:
                         kept[record["line"]] = record
                         raws.append(raw if raw.endswith(b"\n") else raw + b"\n")
             if len(kept) != num_read:

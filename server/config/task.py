@@ -232,9 +232,9 @@ class TaskConfig(Section):
         for name in ("max_tokens", "min_tokens"):
             if most is not None and (getattr(self.sampling, name) or 0) > most:
                 raise ValueError(f"sampling.{name} is above limits.max_tokens")
-        most = self.limits.max_draft_tokens
-        if most is not None and self.speculation.max_draft_tokens > most:
-            raise ValueError("speculation.max_draft_tokens is above limits.max_draft_tokens")
+        most, own = self.limits.max_draft_tokens, self.speculation.max_draft_tokens
+        if most is not None and own > most:  # `own` may be the default, which nobody wrote
+            raise ValueError(f"speculation.max_draft_tokens ({own}) is above limits.max_draft_tokens")
         return self
 
     def files(self) -> Iterator[tuple[Path_, str]]:

@@ -361,6 +361,9 @@ def test_the_command_sums_up_and_says_what_failed(
     target.unlink()
     assert main([*words, server.url, "--max-tokens", "4"]) == 1
     assert "1 answered, 1 failed" in capsys.readouterr().err
+    write(source, "the", {"prompt": "dog", "request": {"n": 1}})  # mended, and so another key
+    assert main([*words, server.url, "--max-tokens", "4"]) == 0
+    assert "1 answered, 0 failed, 1 of an earlier run kept" in capsys.readouterr().err
     assert main([*words[:2], "nobody", *words[3:], server.url, "--max-tokens", "4"]) == 1
     target.unlink()
     capsys.readouterr()

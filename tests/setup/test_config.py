@@ -57,6 +57,10 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
             "mine.yaml:1: sampling.min_tokens is above limits.max_tokens",
         ),
         (
+            "limits: {max_draft_tokens: 4}\n",
+            "mine.yaml:1: speculation.max_draft_tokens (16) is above limits.max_draft_tokens",
+        ),
+        (
             "speculation:\n  trie:\n    n: 3\n    prefix_length: 3\n",
             "mine.yaml:2: speculation.trie: prefix_length must be below n",
         ),
