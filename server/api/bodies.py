@@ -333,7 +333,10 @@ _ALIASES: Mapping[str, Path] = {
     "guided_whitespace_pattern": ("structured_outputs", "whitespace_pattern"),
 }
 _ELSEWHERE = {
+    "input": "It belongs to /v1/responses.",
+    "messages": "They belong to /v1/chat/completions.",
     "n_probs": "Send logprobs.",
+    "prompt": "It belongs to /v1/completions.",
     "request_id": "Send the header x-request-id.",
     "sampling_params": "Send its members themselves.",
 }
