@@ -254,9 +254,12 @@ class Proof:
         words = shlex.split(rest)
         options = [word for word in words if word.startswith("--")]
         *sources, target = [word for word in words if not word.startswith("--")]
-        base, from_stage = REPOSITORY, False
+        base, from_stage, owner = REPOSITORY, False, ""
         for option in options:
             key, _, value = option.partition("=")
+            if key == "--chown":
+                owner = value
+                continue
             if key != "--from":
                 raise ProofError(f"COPY {option} is not known here")
             base = next(s.root for s in self.stages if s.name == value)
@@ -274,6 +277,8 @@ class Proof:
             else:
                 into = to / path.name if target.endswith(("/", ".")) else to
                 self._copy_file(path, into)
+        if owner:
+            subprocess.run(["chown", "-R", owner, str(to)], check=True)
 
     def _copy_tree(self, folder: Path, to: Path) -> None:
         for path in sorted(folder.rglob("*")):

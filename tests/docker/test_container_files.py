@@ -36,12 +36,15 @@ def test_every_copy_has_its_source_and_the_server_is_not_root(file: Path) -> Non
     names = [name for name, _ in found]
     for name, rest in found:
         if name == "COPY" and not rest.startswith("--from"):
-            for source in rest.split()[:-1]:
+            for source in [word for word in rest.split()[:-1] if not word.startswith("--")]:
                 assert (REPOSITORY / source).exists(), source
                 assert not prove.ignored(source, prove.rules()), source
     last = dict(found)  # the last of each kind is what counts
     user = last["USER"].split(":")
     assert user[0].isdigit() and int(user[0]) > 0
+    # A tuned task's corpus comes with it, and its owner alone may read it.
+    assert ("COPY", f"--chown={last['USER']} configs/tasks /etc/tailor/tasks") in found
+    assert not prove.ignored("configs/tasks/births.corpus", prove.rules())
     assert "RUN" not in names[names.index("USER") :]
     for name in ("ENTRYPOINT", "CMD", "VOLUME"):
         assert all(isinstance(word, str) for word in json.loads(last[name]))
