@@ -226,7 +226,7 @@ class MetricsConfig(Section):
 class DashboardConfig(Section):
     """GET /dashboard, the built-in page. It needs an API key when there are any."""
 
-    enabled: bool = Field(True, description="whether the page is served")
+    enabled: bool = Field(True, description="whether it and /docs are served")
 
 
 class CorsConfig(Section):
