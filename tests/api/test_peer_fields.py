@@ -60,6 +60,7 @@ def test_settings_of_peers_that_change_nothing_are_taken(server: LiveServer, pat
         ("mirostat", False, "only 0 is taken"),
         ("cache_prompt", False, "only true is taken"),
         ("n_probs", 3, "Send logprobs."),
+        ("repeat_last_n", 64, "penalties read the whole text; only -1 is taken, got 64"),
     ],
 )
 def test_settings_of_peers_that_change_something_are_refused(
