@@ -521,11 +521,8 @@ def _unknown(model: type[BodyPart], names: list[str]) -> UnknownFieldError:
     shown = ", ".join(echoed(name, 40) for name in names[:_SHOWN_NAMES])
     if len(names) > _SHOWN_NAMES:
         shown += f" and {len(names) - _SHOWN_NAMES} more"
-    hint = model.ELSEWHERE.get(names[0], "")
-    if not hint:
-        known = [*model.model_fields, *model.ALIASES]
-        near = nearest(names[0], known, 0.75)
-        hint = f"Did you mean {near}?" if near else ""
+    near = nearest(names[0], [*model.model_fields, *model.ALIASES], 0.75)
+    hint = model.ELSEWHERE.get(names[0], f"Did you mean {near}?" if near else "")
     return UnknownFieldError(
         f"Unknown field{'s' if len(names) > 1 else ''}: {shown}.{hint and ' '}{hint}",
         param=echoed(names[0], 64).strip("'"),

@@ -234,8 +234,7 @@ class TaskConfig(Section):
                 raise ValueError(f"sampling.{name} is above limits.max_tokens")
         most, own = self.limits.max_draft_tokens, self.speculation.max_draft_tokens
         if most is not None and own > most:  # `own` may be the default, which nobody wrote
-            at = "limits.max_draft_tokens"
-            raise ValueError(f"speculation.max_draft_tokens ({own}) is above {at}")
+            raise ValueError(f"speculation.max_draft_tokens {own} is above limits.max_draft_tokens")
         return self
 
     def files(self) -> Iterator[tuple[Path_, str]]:

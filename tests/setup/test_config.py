@@ -58,7 +58,7 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
         ),
         (
             "limits: {max_draft_tokens: 4}\n",
-            "mine.yaml:1: speculation.max_draft_tokens (16) is above limits.max_draft_tokens",
+            "mine.yaml:1: speculation.max_draft_tokens 16 is above limits.max_draft_tokens",
         ),
         (
             "speculation:\n  trie:\n    n: 3\n    prefix_length: 3\n",

@@ -36,7 +36,6 @@ from server.api.shapes import (
     PromptLogprobs,
     Shape,
 )
-from server.errors import UnsupportedFieldError
 from server.types import INT31, Delta, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16
@@ -71,6 +70,7 @@ class CompletionBody(GenerationBody):
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = {
         **GenerationBody.NEUTRAL,
         "enable_thinking": ((False,), "there is no chat template"),
+        "suffix": (("",), "this model has no infill; only prompts are continued"),
         "think": ((False,), "there is no chat template"),
     }
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
@@ -84,7 +84,6 @@ class CompletionBody(GenerationBody):
     best_of: int | None = Field(None, ge=1, le=1024)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
-    suffix: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(
         None, ge=1, le=INT31, description="keep so many tokens at the prompt's end; usage tells it"
@@ -141,10 +140,6 @@ class Completions(TextFace[CompletionBody]):
     id_prefix = "cmpl-"
 
     async def generation(self, body: CompletionBody, target: Target) -> Generation:
-        if body.suffix:
-            raise UnsupportedFieldError(
-                "this model has no infill; only prompts are continued.", at="suffix"
-            )
         is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
         return Generation(
             body=body,
