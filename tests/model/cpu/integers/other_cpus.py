@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
-
 from drafters.atomic_file import replacing
+from drafters.library import digest
 from drafters.target import TARGETS
 from server.model.cpu.integers.forms import BY_NAME, FORMS
 from tests.kept import kept_folder
@@ -25,15 +26,30 @@ def said(module: str, code: str, cpu: str) -> str:
     return run_python("-c", code, TAILOR_CPU=cpu).strip()
 
 
+def kernels_by(call: str, cpu: str, folder: Path, *, defined_in: str, runs: bool) -> Path:
+    """`folder`, with what a test's function, which calls compile_kernels, makes in a process that
+    compiles for a CPU: kernels.s, and kernels.o where that `runs`. What the same LLVM has made of
+    the same sources is not made again. call: "module.function" of this folder, which is given a
+    folder and `runs`. defined_in: the module that puts kernels into LLVM's."""
+    module = call.partition(".")[0]
+    own = [path.read_text() for path in (Path(__file__), Path(__file__).with_name(f"{module}.py"))]
+    llvm = metadata.version("llvmlite")
+    kept = kept_folder("kernels", digest((defined_in,)), own, call, cpu, runs, llvm)
+    if not (kept / "kernels.s").exists():  # it is written last
+        said(module, f"{call}({str(kept)!r}, {runs})", cpu)
+    return Path(shutil.copytree(kept, folder, dirs_exist_ok=True))
+
+
 def compile_kernels(
     define: Callable[..., Any], triple: str, cpu: str, target: str, folder: str, runs: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Write what LLVM makes of every form's kernel, kernels.s and kernels.o, where that `runs`;
-    else kernels.s of MIXED_FORMS. What the same LLVM has made of the same words is not made again.
+    """Write what LLVM makes of every form's kernel, kernels.o and kernels.s, where that `runs`;
+    else kernels.s of MIXED_FORMS.
 
     define: puts a form's kernel into a module. triple, cpu: LLVM's words. target: ours. options: of
     the target machine."""
+    import llvmlite.binding as llvm
     from llvmlite import ir
 
     module = ir.Module("kernels")
@@ -41,18 +57,13 @@ def compile_kernels(
     for form in FORMS if runs else MIXED_FORMS:
         define(module, form).linkage = "external"
     told = {"cpu": cpu, "features": TARGETS[target].told, "opt": 2, **options}
-    kept = kept_folder("kernels", str(module), triple, told, runs, llvm.llvm_version_info)
-    names = ("kernels.s", "kernels.o") if runs else ("kernels.s",)
-    if not all((kept / name).exists() for name in names):
-        llvm.initialize_all_targets()
-        llvm.initialize_all_asmprinters()
-        machine = llvm.Target.from_triple(triple).create_target_machine(**told)
-        parsed = llvm.parse_assembly(str(module))
-        parsed.verify()
-        for name in names:
-            emit = machine.emit_object if name == "kernels.o" else machine.emit_assembly
-            made = emit(parsed)
-            with replacing(kept / name) as file:
-                file.write(made if isinstance(made, bytes) else made.encode())
-    for name in names:
-        shutil.copy(kept / name, folder)
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple(triple).create_target_machine(**told)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    if runs:
+        with replacing(Path(folder) / "kernels.o") as file:
+            file.write(machine.emit_object(parsed))
+    with replacing(Path(folder) / "kernels.s") as file:
+        file.write(machine.emit_assembly(parsed).encode())

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafters.target import TARGETS
+from drafters.target import TARGETS, chosen
 from server.model.cpu.integers.forms import FORMS
 from tests.model.cpu.integers.jobs import job
-from tests.model.cpu.integers.other_cpus import compile_kernels, said
+from tests.model.cpu.integers.other_cpus import compile_kernels, kernels_by
 
 # Target -> its instruction.
 KERNELS = {"neon-dotprod": "sdot", "neon-i8mm": "usdot"}
@@ -57,25 +57,25 @@ def _tools() -> tuple[str | None, str | None]:
     return qemu, shutil.which("aarch64-linux-gnu-gcc")
 
 
-def compile_for_arm(kernel: str, folder: str) -> None:
+def compile_for_arm(folder: str, runs: bool) -> None:
     """In a process of its own."""
     from server.model.cpu.kernels.integers import vectors
     from server.model.cpu.records import INTEGER_KERNEL
 
+    kernel = chosen().name
     assert kernel == INTEGER_KERNEL, f"{INTEGER_KERNEL} was chosen"
     compile_kernels(
-        vectors.define_rows, "aarch64-unknown-linux-gnu", TARGETS[kernel].cpu, kernel, folder,
-        runs=all(_tools()),
-    )  # fmt: skip
+        vectors.define_rows, "aarch64-unknown-linux-gnu", TARGETS[kernel].cpu, kernel, folder, runs
+    )
 
 
 @pytest.fixture(scope="module", params=KERNELS)
 def compiled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """(kernel, folder of kernels.s and kernels.o)."""
-    folder = tmp_path_factory.mktemp(request.param)
-    call = f"test_aarch64.compile_for_arm({request.param!r}, {str(folder)!r})"
-    said("test_aarch64", call, request.param)
-    return request.param, folder
+    return request.param, kernels_by(
+        "test_aarch64.compile_for_arm", request.param, tmp_path_factory.mktemp(request.param),
+        defined_in="server.model.cpu.kernels.integers.vectors", runs=all(_tools()),
+    )  # fmt: skip
 
 
 def test_kernels_compile_to_their_instruction_and_call_nothing(compiled: tuple[str, Path]) -> None:

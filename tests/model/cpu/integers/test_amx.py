@@ -15,12 +15,11 @@ import pytest
 from drafters.target import TARGETS, runs_here
 from server.model.cpu.integers import amx
 from server.model.cpu.integers.forms import FORMS
-from server.model.cpu.kernels.integers.tiles import define_tiled_rows
 from server.model.cpu.records import NO_TILES, TILES
 from tests.model.cpu.integers import bochs, reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 from tests.model.cpu.integers.jobs import Job, job
-from tests.model.cpu.integers.other_cpus import MIXED_FORMS, compile_kernels, said
+from tests.model.cpu.integers.other_cpus import MIXED_FORMS, compile_kernels, kernels_by, said
 
 _JOBS = 0x1000000
 _SECTIONS = (
@@ -29,21 +28,24 @@ _SECTIONS = (
 )
 
 
-def compile_tiles(folder: str) -> None:
-    """In a process of its own."""
+def compile_tiles(folder: str, runs: bool) -> None:
+    """In a process of its own, which alone needs the compiler."""
+    from server.model.cpu.kernels.integers.tiles import define_tiled_rows
+
     assert TILES
     compile_kernels(
-        define_tiled_rows, "x86_64-unknown-linux-gnu", "sapphirerapids", "amx", folder,
-        runs=bochs.emulator() is not None, reloc="static", codemodel="small",
+        define_tiled_rows, "x86_64-unknown-linux-gnu", "sapphirerapids", "amx", folder, runs,
+        reloc="static", codemodel="small",
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of kernels.s and kernels.o."""
-    folder = tmp_path_factory.mktemp("amx")
-    said("test_amx", f"test_amx.compile_tiles({str(folder)!r})", "amx")
-    return folder
+    return kernels_by(
+        "test_amx.compile_tiles", "amx", tmp_path_factory.mktemp("amx"),
+        defined_in="server.model.cpu.kernels.integers.tiles", runs=bochs.emulator() is not None,
+    )  # fmt: skip
 
 
 def _functions(assembly: str) -> dict[str, list[str]]:
