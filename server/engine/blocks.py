@@ -18,7 +18,7 @@ does not tell what they ask. The pool moves no memory and knows no sequences; it
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
@@ -162,22 +162,20 @@ class BlockPool:
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless every invariant holds for exactly these block tables."""
-        counts: Counter[int] = Counter()
+        counts = [0] * self.num_blocks
         for table in tables:
-            blocks = [int(b) for b in table]
-            assert len(set(blocks)) == len(blocks), f"a table holds a block twice: {blocks}"
-            counts.update(blocks)
-        for block in range(self.num_blocks):
-            assert self._ref_counts[block] == counts[block], (
-                f"block {block}: ref count {self._ref_counts[block]}, in {counts[block]} tables"
-            )
+            assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
+            for block in table:
+                counts[block] += 1
+        wrong = [b for b, count in enumerate(counts) if count != self._ref_counts[b]]
+        assert not wrong, f"blocks {wrong} are in more or fewer tables than their ref counts say"
         free = set(self._free)
         cached = {block for blocks in self._cached.values() for block in blocks}
         assert len(cached) == self._num_cached == sum(map(len, self._cached.values()))
         assert all(self._cached.values()), "a tenant without cached blocks is kept"
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached, "a block is both free and cached"
-        unreferenced = {b for b in range(self.num_blocks) if counts[b] == 0}
+        unreferenced = {b for b, count in enumerate(counts) if count == 0}
         assert free | cached == unreferenced, "a block is lost or free while referenced"
         published = {(*place, b) for b, place in enumerate(self._places) if place is not None}
         assert cached == unreferenced & {place[-1] for place in published}, "cached, not published"

@@ -233,18 +233,19 @@ class Engine:
         """Raise AssertionError unless table, blocks, queues and open requests agree."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         alive = [s for sequences in self._open.values() for s in sequences]
-        self.pool.check([s.blocks() for s in alive])
+        tables = [s.blocks() for s in alive]
+        self.pool.check(tables)
         assert {id(s) for s in running} == {id(s) for s in alive if s.status is Status.RUNNING}
         assert {id(s) for s in waiting} == {id(s) for s in alive if s.status is Status.WAITING}
         assert running == sorted(running, key=lambda s: s.order)
         assert len(waiting) == sum(s.status is Status.WAITING for s in alive)
         assert self.scheduler.num_waiting_tokens == sum(s.num_tokens for s in waiting)
         self.table.check([s.seat for s in alive], [s.seat for s, *_ in self._ended])
-        for s in alive:
+        for s, blocks in zip(alive, tables, strict=True):
             assert s.last_id == s.ids[s.num_tokens - 1]
             assert s.status is Status.RUNNING or s.num_blocks == 0
             size = self.table.block_size
-            open_blocks = s.blocks()[s.num_computed // size : -(-s.room // size)]
+            open_blocks = blocks[s.num_computed // size : -(-s.room // size)]
             assert all(map(self.pool.writable, open_blocks)), "room in a block of others"
 
     # -- verbs of the step ------------------------------------------------------------------

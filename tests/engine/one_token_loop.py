@@ -81,6 +81,7 @@ def one_token_loop(
             out.prompt_logprobs.append(_as_sent(lp))
     ends = set(s.stop_token_ids) | (set() if s.ignore_eos else set(eos))
     banned = np.asarray(sorted(ends) if s.min_tokens else [], np.int32)
+    prompt = set(request.prompt_ids) if s.repetition_penalty != 1.0 else set()
     matcher = None
     if request.grammar is not None:
         matcher = grammar_tokenizer.matcher(request.grammar)
@@ -88,9 +89,8 @@ def one_token_loop(
         if len(out.ids) >= s.max_tokens or len(tokens) >= max_model_len:
             out.finish_reason = "length"
             return out
-        counts = Counter(out.ids)
-        prompt = set(request.prompt_ids) if s.repetition_penalty != 1.0 else set()
-        seen = sorted(set(counts) | prompt) if s.has_penalties else []
+        counts = Counter(out.ids if s.has_penalties else ())
+        seen = sorted(set(counts) | prompt)
         params = DrawParams(
             s,
             choice_id,
