@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import resource
 import sys
+import threading
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from server.model.cpu import kv_pages
 from server.model.cpu.kv_pages import KvPages
 from tests.waiting import wait_until
 
@@ -60,6 +65,32 @@ def test_blocks_are_ready_a_stretch_ahead_and_keep_what_they_hold() -> None:
     assert not keys[:, :, 710:].any()
     pages.close()
     pages.close()
+
+
+def test_pages_are_made_in_turn_with_steps_and_never_behind_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel holds the map of the process's memory meanwhile: one that waited for a core would
+    have every step wait that allocates."""
+    calls: list[tuple[float, float]] = []
+
+    def madvise(address: int, size: int, advice: int) -> int:
+        began_s = time.monotonic()
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+        time.sleep(0.002)
+        calls.append((began_s, time.monotonic()))
+        return 0
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    monkeypatch.setattr(kv_pages.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
+    pages = KvPages((np.zeros((PLANES, NUM_BLOCKS, 64, 16), np.float32),))
+    first = len(calls)
+    pages.use(40)
+    wait_ready(pages, 64)
+    pages.close()
+    assert len(calls) - first == 3 * PLANES
+    for (began_s, ended_s), (next_s, _) in pairwise(calls[first:]):
+        assert next_s - ended_s >= 3.0 * (ended_s - began_s)
 
 
 def test_closing_does_not_wait_for_pages_that_are_not_ready() -> None:
