@@ -97,6 +97,10 @@ def test_the_command_ends_with_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "unknown drafter" in capsys.readouterr().err
     assert main(["--drafter", "prompt", "--data", str(path), "--option", "num_tokens=2"]) == 0
     assert main(["--drafter", "prompt", "--data", str(path), "--option", "speed=2"]) == 2
+    for option in ("--limit", "--budget", "--max-depth"):
+        with pytest.raises(SystemExit):
+            main(["--drafter", "prompt", "--data", str(path), option, "-1"])
+        assert f"argument {option}: -1 is below 0" in capsys.readouterr().err
     path.write_text("\n")
     assert main(["--drafter", "prompt", "--data", str(path)]) == 2
     assert f"{path}: no recordings" in capsys.readouterr().err
