@@ -5,8 +5,8 @@
 The learning rate falls linearly with progress: the share of the steps or of the time limit,
 whichever is further, so that a run that the time limit ends has decayed to zero, too. What is kept
 is the last step, unless the loss on held-back examples has risen (_RISEN). All randomness comes
-from the seed and the step; a stopped run continues from its last checkpoint, with the same batches
-as without the stop.
+from the seed and the step; a run continues from its last checkpoint, written where it is
+interrupted, too, with the same batches as without the stop.
 """
 
 from __future__ import annotations
@@ -172,29 +172,34 @@ def train(
     num_validations = min(options.validations, _ALL_OF_TIME * limit / max(state.validation_s, 1e-9))
     saved, longest = clock(), 0.0
     stepping, first = 0.0, state.step  # seconds in steps of this process, and where it went on
-    while state.step < run.num_steps:
-        at = clock()
-        # What ends the run comes out of the limit, too: a last step, a validation, the files.
-        left = began + limit - at - 1.1 * (longest + state.validation_s)
-        if left <= 0:
-            break
-        done = max(state.step / run.num_steps, (at - began) / (at - began + left))
-        run.step(done)
-        took = clock() - at
-        longest, stepping = max(longest, took), stepping + took
-        validation = None
-        due = math.floor(done * num_validations)
-        if held_out and due > state.num_validated and state.step < run.num_steps:
-            validation = run.validate(held_out)
-            state.num_validated = due
-        state.elapsed_s = clock() - began
-        # Steps tell, not `done`: that has the clock's share, also of what ran before a stop.
-        each = stepping / (state.step - first)
-        left = min((run.num_steps - state.step) * each, limit - state.elapsed_s)
-        report(TrainProgress(state.step, run.num_steps, max(0.0, left), validation))
-        if clock() - saved > options.save_every_s:
+    try:
+        while state.step < run.num_steps:
+            at = clock()
+            # What ends the run comes out of the limit, too: a last step, a validation, the files.
+            left = began + limit - at - 1.1 * (longest + state.validation_s)
+            if left <= 0:
+                break
+            done = max(state.step / run.num_steps, (at - began) / (at - began + left))
+            run.step(done)
+            took = clock() - at
+            longest, stepping = max(longest, took), stepping + took
+            validation = None
+            due = math.floor(done * num_validations)
+            if held_out and due > state.num_validated and state.step < run.num_steps:
+                validation = run.validate(held_out)
+                state.num_validated = due
+            state.elapsed_s = clock() - began
+            # Steps tell, not `done`: that has the clock's share, also of what ran before a stop.
+            each = stepping / (state.step - first)
+            left = min((run.num_steps - state.step) * each, limit - state.elapsed_s)
+            report(TrainProgress(state.step, run.num_steps, max(0.0, left), validation))
+            if clock() - saved > options.save_every_s:
+                run.save()
+                saved = clock()
+    except KeyboardInterrupt:
+        if run.is_whole:
             run.save()
-            saved = clock()
+        raise
     if held_out:
         run.validate(held_out, is_last=True)
     after = state.best_nats if held_out else math.nan
@@ -229,6 +234,7 @@ class _Run:
         self._file = folder / CHECKPOINT
         self._identity = json.dumps([base, _identity(examples, options, tuned)], sort_keys=True)
         self._best: dict[str, torch.Tensor] = {}
+        self.is_whole = True  # what is trained, and not in the middle of an update
         self.state = self._load()
 
     def step(self, done: float) -> None:
@@ -264,9 +270,11 @@ class _Run:
         trained = [parameter for _, parameter in tuned.trained()]
         torch._foreach_div_([p.grad for p in trained if p.grad is not None], num_targets)
         torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+        self.is_whole = False
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         state.step += 1
+        self.is_whole = True
 
     def validate(self, held_out: Sequence[TrainExample], *, is_last: bool = False) -> float:
         """Nats an answer; what is trained is kept where they are the fewest so far, or hardly more
@@ -274,8 +282,8 @@ class _Run:
         gave a number."""
         nats, _ = evaluate_loss(self._tuned, held_out, self._options)
         if nats <= (1.0 + is_last * _RISEN) * self.state.best_nats:
-            self.state.best_nats, self.state.best_step = nats, self.state.step
-            self._best = {name: p.detach().clone() for name, p in self._tuned.trained()}
+            best = {name: p.detach().clone() for name, p in self._tuned.trained()}
+            self._best, self.state.best_nats, self.state.best_step = best, nats, self.state.step
         if is_last:
             if not self._best:
                 raise ConfigError(_NOT_FINITE)

@@ -51,7 +51,10 @@ def test_training_learns_the_task_in_the_enriched_ids_and_their_long_form(tmp_pa
         assert next_id(given, (*given_prompt, 7, 8, 9, last)) == V + 1
 
 
-def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_update", [False, True])
+def test_a_stopped_run_ends_as_one_that_was_not(
+    in_update: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticks = count()
 
     def run(given: Tuned, folder: str, stop_at: int = 0) -> list[int]:
@@ -60,7 +63,9 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
         def report(progress: TrainProgress) -> None:
             assert given.module.training  # layers are computed again in this mode alone
             steps.append(progress.step)
-            if progress.step == stop_at:
+            if progress.step == stop_at and in_update:
+                monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+            elif progress.step == stop_at:
                 raise KeyboardInterrupt
 
         given.module.eval()
@@ -68,12 +73,19 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
               clock=lambda: float(next(ticks)))  # fmt: skip
         return steps
 
+    update = torch.optim.AdamW.step
+
+    def interrupted(self: torch.optim.AdamW) -> None:
+        update(self)
+        raise KeyboardInterrupt
+
     whole, stopped, resumed = (tuned(dropout=0.1) for _ in range(3))
     run(whole, "a")
     with pytest.raises(KeyboardInterrupt):
         run(stopped, "b", stop_at=4)
+    monkeypatch.undo()
     assert (tmp_path / "b" / "checkpoint.pt").is_file()
-    assert run(resumed, "b")[0] == 4  # step 4 was reported before it was saved
+    assert run(resumed, "b")[0] == 5, "it is saved where it is interrupted"
     assert (tmp_path / "b" / "checkpoint.pt").is_file(), "until the result is saved"
     theirs = dict(resumed.trained())
     for name, parameter in whole.trained():
@@ -226,7 +238,7 @@ def test_the_time_left_is_right_behind_a_stop(epochs: int, tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         run(stop_at=5)
     stopped, took = len(seen), run(stop_at=0)
-    assert seen[stopped].step == 5  # it was reported, but not saved
+    assert seen[stopped].step == 6
     assert seen[stopped].left_s == pytest.approx(took - 1.0, abs=1.0)
 
 
