@@ -284,6 +284,7 @@ class _Make:
                 "with a prompt of their own"
             )
         self._proposal = propose(turns)
+        self.file = replace(self.file, metric=self._proposal.metric)
         self._skip = {*self.skipped, *(() if self.model.adapter is None else ("train",))}
         if "train" in self._skip:
             self._skip.add("enrich")
@@ -640,7 +641,5 @@ class _Make:
         known = [] if evaluated is None else [evaluated]
         if self._proposal.chats:
             known.append("# Ask it as a chat: /v1/chat/completions.")
-        if not any(line.startswith("metric:") for line in rest):
-            rest.append(f"metric: {self._proposal.metric}")
         whole = "\n".join([head, *known, f"# Serve: {self.serve}", *rest]) + "\n"
         write_checked(self.output, whole, self.file.name)

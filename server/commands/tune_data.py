@@ -121,6 +121,7 @@ class TaskFile:
         ),
     ] = None
     force: Annotated[bool, Parameter(help="replace a file that is there")] = False
+    metric: Annotated[str | None, Parameter(parse=False)] = None  # what `make` finds in the data
 
     @property
     def place(self) -> Path:
@@ -154,6 +155,7 @@ class TaskFile:
         if is_exact:
             profile = text(self.place.with_suffix(".vocab").name)
             lines += ["vocabulary:", "  mode: exact", f"  profile: {profile}"]
+        lines += [f"metric: {self.metric}"] if self.metric else []
         return lines
 
     def check(self) -> None:

@@ -133,6 +133,10 @@ def _interrupted_at_the_adapter(folder: Path, ignore_errors: bool = False, **mor
     shutil.rmtree(folder, ignore_errors, **more)
 
 
+def _interrupted_at_the_vocabulary(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def _full(_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -182,6 +186,10 @@ def test_from_a_file_to_a_served_task(
     assert own.num_tokens < 0.6 * base.num_tokens
 
     before = (adapter / "adapter_model.safetensors").stat().st_mtime_ns
+    with monkeypatch.context() as stopped:
+        stopped.setattr("server.commands.tune.vocabulary", _interrupted_at_the_vocabulary)
+        assert main(words) == 130
+    assert "# Not whole" in output.read_text() and load_task(output).metric == "exact"
     assert main(words) == 0
     assert "codes: train" not in capsys.readouterr().err
     text = output.read_text()
