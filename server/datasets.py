@@ -117,7 +117,7 @@ def _csv_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise ConfigError(f"{data}:{reader.line_num}: must have {wanted} fields")
                 yield reader.line_num, dict(row)
         except csv.Error as error:
-            raise ConfigError(f"{data}:{max(1, reader.line_num)}: {error}") from None
+            raise ConfigError(f"{data}:{reader.line_num + 1}: {error}") from None
 
 
 def _delimiter(file: TextIO) -> str:

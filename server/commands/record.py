@@ -167,8 +167,6 @@ def _first_model(endpoint: Endpoint) -> str:
     """The name of a server's first model. Raises CallFailedError."""
     try:
         return str(request(endpoint, "GET", "/models")["data"][0]["id"])
-    except CallFailedError as error:
-        raise ConfigError(f"{error.message}; is a Tailor server running there?") from None
     except (KeyError, IndexError, TypeError):
         raise ConfigError(f"{endpoint.url}: is a Tailor server running there?") from None
 

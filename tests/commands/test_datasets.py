@@ -175,7 +175,8 @@ BAD: dict[str, list[tuple[str | bytes, str]]] = {
     "data.csv": [
         ("prompt,completion\na,b,c\n", "2: must have 2 fields"),
         ("prompt,completion,prompt,,\na,b,c,,\n", "1: prompt: is there twice"),
-        ('prompt,completion\na,"b\n', "1: unexpected end"),
+        ('prompt,completion\na,b\na,"b\n', "3: unexpected end"),
+        ('prompt,completion\n"a" b,c\n', "2: ',' expected after"),
         ('"a" b,c\na,b\n', "1: ',' expected after"),
         (b"prompt,completion\n\xff,b\n", "not UTF-8"),
         ("utterance,label\na,b\n", r"2: completion: is missing \(there are: utterance, label\)"),

@@ -590,9 +590,8 @@ def test_wrong_options_are_told_before_a_model_is_loaded(
 def test_a_server_that_is_not_there(run: Callable[..., Any], tmp_path: Path) -> None:
     data = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
     words = ("corpus", "generate", "--data", str(data), "-o", str(tmp_path / "own.jsonl"))
-    assert "is a Tailor server running there?" in run(
-        *words, "--url", "http://127.0.0.1:9", status=1
-    )
+    told = run(*words, "--url", "http://127.0.0.1:9", status=1)
+    assert told.endswith("nothing answers there; is the server running?\n")
     told = run(*words, "--url", "http://127.0.0.1:9", "--task", "t", status=1)
     assert "http://127.0.0.1:9/v1 cannot be reached" in told
     assert "--task needs --url" in run(*words, "--task", "t", status=1)
