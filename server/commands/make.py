@@ -55,7 +55,7 @@ from server.commands.options import (
     sampling_of,
     writing,
 )
-from server.commands.own_engine import OwnTokenizer, own_engine
+from server.commands.own_engine import OwnTokenizer, checked_model, own_engine
 from server.commands.quality import METRICS, Estimate, estimate
 from server.commands.record import Answer, Prompt, ask_engine
 from server.commands.tasks import tune_task
@@ -276,6 +276,7 @@ class _Make:
         from server.model.loader import open_model
 
         check_file(self.data)
+        checked_model(self.model)
         turns, self._columns = read_turns(self.data, self.fields)
         self._learned, self._held = split(turns)
         if len(self._held) < _LEAST_JUDGED:
@@ -462,6 +463,7 @@ class _Make:
             torch.set_num_threads(self.model.threads)
         dtype = torch.bfloat16 if has_bfloat16(self.model.device) else torch.float32
         square = torch.ones(512, 512, dtype=dtype)
+        square @ square  # torch reads and prepares then what multiplies: seconds of a cold disk
         ends = time.perf_counter() + 0.2
         took = float("inf")  # the shortest: of a busy machine, too, it is what the machine can
         while (began := time.perf_counter()) < ends:

@@ -73,10 +73,29 @@ def own_engine(
 
     drafters: to be compiled before the Engine is given. Raises ConfigError, ModelError.
     """
-    from server.config import EngineConfig, ModelConfig, ServerConfig
+    from server.config import EngineConfig, ServerConfig
     from server.wiring.engine import build_engine
     from server.wiring.model import ready_folder
     from server.wiring.server import plan_server
+
+    model = checked_model(options)
+    config = ServerConfig(models=(model,), engine=EngineConfig(threads=options.threads))
+    plan = plan_server(config, {}, {model.name: ready_folder(model, config.engine)})
+    bar("loading the model (the first time here: compiling and measuring too)", 0, None)
+    order = replace(plan.orders[0], drafters=drafters, log_level="WARNING")
+    with contextlib.closing(build_engine(order)) as engine:
+        yield plan.models[model.name], engine
+
+
+# --- what is looked at before anything is fetched or loaded ---------------------------------------
+
+ADAPTER_FILE = "adapter_config.json"
+_NO_ADAPTER = f"holds no {ADAPTER_FILE}; an adapter is a folder that PEFT saved"
+
+
+def checked_model(options: ModelOptions) -> ModelConfig:
+    """The model of a command's options. Raises ConfigError for what cannot be used."""
+    from server.config import ModelConfig
 
     try:
         name = ModelConfig(name=model_name(options.model), path=options.model).name
@@ -93,18 +112,7 @@ def own_engine(
         weights=options.weights,
     )
     check_places((model,))
-    config = ServerConfig(models=(model,), engine=EngineConfig(threads=options.threads))
-    plan = plan_server(config, {}, {name: ready_folder(model, config.engine)})
-    bar("loading the model (the first time here: compiling and measuring too)", 0, None)
-    order = replace(plan.orders[0], drafters=drafters, log_level="WARNING")
-    with contextlib.closing(build_engine(order)) as engine:
-        yield plan.models[name], engine
-
-
-# --- what is looked at before anything is fetched or loaded ---------------------------------------
-
-ADAPTER_FILE = "adapter_config.json"
-_NO_ADAPTER = f"holds no {ADAPTER_FILE}; an adapter is a folder that PEFT saved"
+    return model
 
 
 def check_places(models: Iterable[ModelConfig]) -> None:

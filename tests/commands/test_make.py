@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from server.client.bulk import AnswerFile
 from server.commands.cli import main
 from server.commands.corpus import corpus_of
 from server.commands.data import FieldOptions
-from server.commands.make import find_fields, num_own_ids, propose, split
+from server.commands.make import _Make, find_fields, num_own_ids, propose, split
+from server.commands.options import ModelOptions
+from server.commands.train import RecipeOptions
 from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
 from server.datasets import Turn
 from server.wiring.server import plan_server
@@ -66,6 +69,29 @@ def test_the_price_of_a_training_counts_ids(text: str) -> None:
     found = num_own_ids(turns, tokenizer)
     ids = sum(len(tokenizer.encode(f"{i} {text}?{text}").ids) for i in range(100))
     assert 0.7 < found / ids < 1.4
+
+
+class _ColdProducts:
+    """A matrix whose first product takes longer than products are timed."""
+
+    def __init__(self, *_: int, **__: Any) -> None:
+        self._takes_s = 0.3
+
+    def __matmul__(self, _: object) -> None:
+        time.sleep(self._takes_s)
+        self._takes_s = 0.001
+
+
+def test_the_price_of_a_training_is_that_of_a_warm_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.ones", _ColdProducts)
+    config = SimpleNamespace(hidden_size=1 << 9, num_hidden_layers=8, vocab_size=100)
+    made: Any = SimpleNamespace(
+        _base=SimpleNamespace(config=config, path=folder), _learned=_turns("yes", "no"),
+        model=ModelOptions(), recipe=RecipeOptions(),
+    )  # fmt: skip
+    assert _Make._training_s(made) < 1.0
 
 
 def test_columns_with_usual_names_are_found() -> None:
@@ -350,6 +376,8 @@ def test_what_cannot_be_made_is_said(
         ([str(same)], "60 rows; 50 are needed, most of them with a prompt of their own"),
         ([str(nameless)], "d.csv:2: completion: is missing (there are: question, reply)"),
         ([str(data), "--weights", "int4"], "merged and rounded"),
+        ([str(data), "--device", "cuda:99"], "device cuda:99: "),
+        ([str(data), "--adapter", str(tmp_path)], "holds no adapter_config.json"),
         ([str(tmp_path / "no.csv")], "No such file"),
     ]
     for words, message in cases:
