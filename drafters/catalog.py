@@ -2,7 +2,7 @@
 
 A spec gives the drafter's section in task files and its field in requests (server/config), its
 arguments in the server (server.wiring.drafter), what `tailor tasks tune` tries and the table in
-docs/drafting.md. A drafter of your own is one DrafterSpec under an entry point of the group
+docs/adding-a-drafter.md. A drafter of your own is one DrafterSpec under an entry point of the group
 `tailor.drafters`:
 
     [project.entry-points."tailor.drafters"]
