@@ -284,10 +284,9 @@ def up(
     ConfigError: then it stays as it is.
     """
     stop, hup = threading.Event(), threading.Event()
-    _catch(stop, hup)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # a model may be made for minutes
+    _catch(sys.exit, hup)  # a model may be made for minutes
     with Fleet(cluster, parts) as fleet:
-        _catch(stop, hup)  # Ray has put its own there, which ends the process
+        _catch(stop.set, hup)  # Ray has put its own there, which ends the process
         on_ready()
         updating: threading.Thread | None = None
         while not stop.wait(0.5):
@@ -309,9 +308,9 @@ def _update(fleet: Fleet, again: Callable[[], tuple[ClusterConfig, FleetParts]])
         log.error("the fleet was not changed: %s: %s", type(error).__name__, error)
 
 
-def _catch(stop: threading.Event, hup: threading.Event) -> None:
+def _catch(end: Callable[[], object], hup: threading.Event) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: end())
     signal.signal(signal.SIGHUP, lambda *_: hup.set())
 
 

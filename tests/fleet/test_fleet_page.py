@@ -209,12 +209,15 @@ def _ask_for_a_token(session: int) -> None:
                 assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_sigterm_ends_a_fleet_that_still_makes_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_fleet_that_still_makes_its_model(
+    sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Making:
         def __init__(self, *_: Any) -> None: ...
 
         def __enter__(self) -> Making:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), sent)
             time.sleep(10.0)
             return self
 
