@@ -126,15 +126,12 @@ def _problems(model: ModelConfig) -> Iterable[str]:
     folder = Path(model.path).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         yield _no_model(model, folder)
-    if model.adapter is not None:
-        adapter = Path(model.adapter).expanduser()
-        if not adapter.is_dir():
-            yield f"model {model.name}: adapter: {adapter}: no such folder"
-        elif not (adapter / ADAPTER_FILE).is_file():
-            yield f"model {model.name}: adapter: {adapter}: {_NO_ADAPTER}"
-    for one in model.adapters:
-        if not (Path(one.path).expanduser() / ADAPTER_FILE).is_file():
-            yield f"model {model.name}: adapters: {one.path}: {_NO_ADAPTER}"
+    merged = [] if model.adapter is None else [("adapter", model.adapter)]
+    for key, path in [*merged, *(("adapters", one.path) for one in model.adapters)]:
+        adapter = Path(path).expanduser()
+        if not (adapter / ADAPTER_FILE).is_file():
+            problem = _NO_ADAPTER if adapter.is_dir() else "no such folder"
+            yield f"model {model.name}: {key}: {adapter}: {problem}"
     for device in model.devices:
         problem = device_problem(device)
         if problem is not None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from server.commands.data import DataFiles, FieldOptions, open_text
-from server.commands.options import FOLDER, Bar, IdOptions, OutputFile, as_options, bounded, writing
+from server.commands.options import (
+    FOLDER,
+    Bar,
+    IdOptions,
+    OutputFile,
+    as_options,
+    bounded,
+    refused,
+    writing,
+)
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +72,7 @@ def profile(
         raise ConfigError("--block needs --language: without it tokens of all blocks are kept")
     with Bar() as bar:
         text = open_text(ids.model, fields, adapter=ids.adapter, report=bar.stage)
-    with Bar() as bar, _errors():
+    with Bar() as bar, refused():
         settings = ProfileSettings(
             input_aware=not filters.no_input_aware,
             languages=filters.language,
@@ -93,7 +101,8 @@ def profile(
         with writing(output):
             made.save(output)
         if export_edge_llm is not None:
-            export_vocab_map(made.slice, export_edge_llm)
+            with writing(export_edge_llm):
+                export_vocab_map(made.slice, export_edge_llm)
     print(f"{report_of(made.manifest).text()}\nwritten to         {output}")
     return 0
 
@@ -120,7 +129,7 @@ def _documents(
 def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /) -> int:
     from vocab_store.profile import VocabProfile, report_of
 
-    with _errors():
+    with refused(), writing(profile):
         made = VocabProfile.load(profile)
     print(f"profile            {made.version}")
     print(f"tokenizer          {made.manifest['fingerprint'][:16]}")
@@ -129,14 +138,3 @@ def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /
     print(f"fill order         {made.fill_ids.shape[0]} ids")
     print(report_of(made.manifest).text())
     return 0
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """What is wrong with a profile's files or settings, as an error of the command line."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    except (ValueError, KeyError) as error:  # VocabStoreError, UnknownBlockError, wrong settings
-        raise ConfigError(str(error.args[0] if error.args else error)) from None
