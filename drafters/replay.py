@@ -231,13 +231,6 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _number(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return number
-
-
 def main(argv: Sequence[str] | None = None, name: str = "replay") -> int:
     """The command. name: what its errors begin with. Returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -250,12 +243,14 @@ def main(argv: Sequence[str] | None = None, name: str = "replay") -> int:
     )
     parser.add_argument("--data", required=True, type=Path, help="recordings, JSON lines")
     parser.add_argument("--corpus", type=Path, help="a corpus file, for the drafters that use one")
-    parser.add_argument("--budget", type=_number, default=16, help="nodes a step (default 16)")
-    parser.add_argument("--max-depth", type=_number, default=32, help="deepest node (default 32)")
-    parser.add_argument("--limit", type=_number, help="replay only the first N recordings")
+    parser.add_argument("--budget", type=int, default=16, help="nodes a step (default 16)")
+    parser.add_argument("--max-depth", type=int, default=32, help="deepest node (default 32)")
+    parser.add_argument("--limit", type=int, help="replay only the first N recordings")
     parser.add_argument("--prefill", action="store_true", help="first tree off the last prompt row")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args(argv)
+    if min(arguments.budget, arguments.max_depth, arguments.limit or 0) < 0:
+        parser.error("--budget, --max-depth and --limit are 0 or more")
     try:
         options = dict(map(_option, arguments.option))
         if arguments.corpus is not None:

@@ -188,6 +188,10 @@ def prior(
     from server.wiring.drafter import model_fingerprint
     from server.wiring.engine import prior_file
 
+    given = ""
+    if text is not None:  # told before a model is loaded
+        with writing(text):
+            given = text.read_text(encoding="utf-8", errors="replace")
     options = ModelOptions(model=model, threads=threads)
     with Bar() as bar, own_engine(options, bar, ()) as (served, engine):
         runner = engine.runner
@@ -205,9 +209,7 @@ def prior(
             ]
             texts = own_texts(runner, tokens, tasks, seed=seed, progress=bar)
         else:
-            with writing(text):
-                whole = text.read_text(encoding="utf-8", errors="replace")
-            parts = [served.tokenizer.encode(part).ids for part in whole.split("\n\n")]
+            parts = [served.tokenizer.encode(part).ids for part in given.split("\n\n")]
             texts = list(read_texts(runner, parts, bar))
         file, fingerprint = prior_file(runner.info.fingerprint), runner.info.fingerprint
         num = sum(one.ids.shape[0] for one in texts)

@@ -27,15 +27,7 @@ from drafters.corpus import Corpus
 from drafters.replay import Recording, replay
 from drafters.tree import DraftTree
 from server.commands.record import Answer, Prompt, ask_engine, in_order
-from server.commands.tune_data import (
-    BOTH,
-    BUSY,
-    DATA,
-    OWN,
-    Options,
-    Tuning,
-    sampling_of,
-)
+from server.commands.tune_data import BOTH, BUSY, DATA, OWN, Options, Tuning, sampling_of
 from server.config import SpeculationConfig
 from server.engine.engine import Engine
 from server.engine.gain import Gain, StepShape

@@ -17,15 +17,7 @@ from cyclopts import Parameter
 
 from server.commands.options import as_options, bounded, check_place, refused
 from server.commands.quality import estimate, exact, f1, on_a_line, repetition
-from server.commands.record import (
-    Answer,
-    Failure,
-    Kept,
-    Prompt,
-    ask_engine,
-    kept_file,
-    prompt_of,
-)
+from server.commands.record import Answer, Failure, Kept, Prompt, ask_engine, kept_file, prompt_of
 from server.config import DEFAULT_TASKS, TaskConfig
 from server.datasets import ExampleReader, Fields, Render, answered_turn, rows, turn_of
 from server.errors import ConfigError

@@ -100,7 +100,8 @@ def test_the_command_ends_with_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     for option in ("--limit", "--budget", "--max-depth"):
         with pytest.raises(SystemExit):
             main(["--drafter", "prompt", "--data", str(path), option, "-1"])
-        assert f"argument {option}: -1 is below 0" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert option in told.splitlines()[-1] and told.endswith("are 0 or more\n")
     path.write_text("\n")
     assert main(["--drafter", "prompt", "--data", str(path)]) == 2
     assert f"{path}: no recordings" in capsys.readouterr().err

@@ -128,10 +128,7 @@ class Builder:
                 log.warning("a segment is left out: %s", error)
         if read:
             manifest = self._publish(scope, manifest, read, marks)
-        for segment in new:
-            storage.delete(segment.path(scope))
-        if read:
-            self._sweep(scope, files, manifest, [])
+        self._sweep(scope, files, manifest, new)
         report.num_published += bool(read)
         report.num_merged += len(read)
         report.num_torn += len(new) - len(read)
