@@ -150,3 +150,5 @@ def test_text_that_is_given(
     assert main([*command, "--text", str(file)]) == 1
     assert "too short" in capsys.readouterr().err
     assert main([*command, "--text", str(tmp_path / "none")]) == 1
+    told = capsys.readouterr().err
+    assert told == f"tailor: {tmp_path / 'none'}: No such file or directory\n", "no model is loaded"

@@ -579,7 +579,6 @@ def _ids(file: Path) -> list[tuple[list[int], list[int], str]]:
         (("tasks", "tune", "--name", "t", "--data", "x", "-o", "t.txt"), "ends in .yaml"),
         (("corpus", "generate", "--data", "no.jsonl", "-o", "x"), "no.jsonl: No such file"),
         (("corpus", "generate", "--data", "x", "-o", "x", "--stop", ""), "--stop"),
-        (("models", "prior", "no-model", "--text", "no.txt"), "no.txt: No such file"),
     ],
 )
 def test_wrong_options_are_told_before_a_model_is_loaded(
