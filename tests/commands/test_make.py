@@ -20,9 +20,7 @@ from server.client.bulk import AnswerFile
 from server.commands.cli import main
 from server.commands.corpus import corpus_of
 from server.commands.data import FieldOptions
-from server.commands.make import _Make, find_fields, num_own_ids, propose, split
-from server.commands.options import ModelOptions
-from server.commands.train import RecipeOptions
+from server.commands.make import find_fields, num_own_ids, propose, split
 from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
 from server.datasets import Turn
 from server.wiring.server import plan_server
@@ -74,7 +72,7 @@ def test_the_price_of_a_training_counts_ids(text: str) -> None:
 class _ColdProducts:
     """A matrix whose first product takes longer than products are timed."""
 
-    def __init__(self, *_: int, **__: Any) -> None:
+    def __init__(self) -> None:
         self._takes_s = 0.3
 
     def __matmul__(self, _: object) -> None:
@@ -83,15 +81,20 @@ class _ColdProducts:
 
 
 def test_the_price_of_a_training_is_that_of_a_warm_machine(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torch.ones", _ColdProducts)
-    config = SimpleNamespace(hidden_size=1 << 9, num_hidden_layers=8, vocab_size=100)
-    made: Any = SimpleNamespace(
-        _base=SimpleNamespace(config=config, path=folder), _learned=_turns("yes", "no"),
-        model=ModelOptions(), recipe=RecipeOptions(),
-    )  # fmt: skip
-    assert _Make._training_s(made) < 1.0
+    import torch
+
+    ones = torch.ones
+
+    def made(*size: Any, **more: Any) -> Any:
+        return _ColdProducts() if size == (512, 512) else ones(*size, **more)
+
+    monkeypatch.setattr(torch, "ones", made)
+    words = ["tasks", "make", str(data), "--name", "c", "--model", str(folder)]
+    assert main([*words, "--epochs", "1000", "--plan"]) == 0
+    (line,) = (row for row in capsys.readouterr().out.splitlines() if " train " in row)
+    assert re.search(r" about \d+ s ", line), "of the first product it would be minutes"
 
 
 def test_columns_with_usual_names_are_found() -> None:
