@@ -130,8 +130,8 @@ def _problems(model: ModelConfig) -> Iterable[str]:
     for key, path in [*merged, *(("adapters", one.path) for one in model.adapters)]:
         adapter = Path(path).expanduser()
         if not (adapter / ADAPTER_FILE).is_file():
-            problem = _NO_ADAPTER if adapter.is_dir() else "no such folder"
-            yield f"model {model.name}: {key}: {adapter}: {problem}"
+            lacks = _NO_ADAPTER if adapter.is_dir() else "no such folder"
+            yield f"model {model.name}: {key}: {adapter}: {lacks}"
     for device in model.devices:
         problem = device_problem(device)
         if problem is not None:

@@ -113,7 +113,9 @@ class TaskFile:
         ),
     ] = None
     force: Annotated[bool, Parameter(help="replace a file that is there")] = False
-    metric: Annotated[str | None, Parameter(parse=False)] = None  # what `make` finds in the data
+    metric: Annotated[Literal["exact", "f1", "rouge_l", "json"] | None, Parameter(parse=False)] = (
+        None  # what `make` finds in the data
+    )
 
     @property
     def place(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -15,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from server.model.cpu import kv_pages
 from server.model.cpu.kv_pages import KvPages
 from tests.waiting import wait_until
 
@@ -82,7 +82,7 @@ def test_pages_are_made_in_turn_with_steps_and_never_behind_them(
         return 0
 
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    monkeypatch.setattr(kv_pages.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
     pages = KvPages((np.zeros((PLANES, NUM_BLOCKS, 64, 16), np.float32),))
     first = len(calls)
     pages.use(40)
