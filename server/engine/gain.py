@@ -19,9 +19,10 @@ with its first request (conservative bandits: Wu et al., ICML 2016).
 
 A scope that is not asked is *watched* meanwhile: of each token that comes it is seen whether it
 repeats what followed the same two ids before, in its prompt or answer. That costs microseconds.
-Each that does promises REPEAT tokens, and its account gets them: a text that has begun to repeat
-is asked at once, and one that never does is hardly ever. All evidence fades, by asks and by plain
-tokens, so that a scope is asked again once it is unsure what would come of it.
+Each that does promises REPEAT nodes that come, and its account gets what these save beyond their
+price: a text that has begun to repeat is asked at once, and one that never does is hardly ever. All
+evidence fades, by asks and by plain tokens, so that a scope is asked again once it is unsure what
+would come of it.
 
 A node is taken for what it adds to tokens a second: S nodes of all choices together maximise
 
@@ -84,9 +85,9 @@ is unsure what would come of it, after some hundreds."""
 DOUBT = 0.2
 """Accepted tokens an ask that one ask without any does not rule out."""
 
-REPEAT = 0.4
-"""Plain tokens that are believed to be won for each that repeats what stood before: a text that
-does that once goes on to."""
+REPEAT = 0.5
+"""Accepted nodes that are believed to come for each token that repeats what stood before: a text
+that does that once goes on to."""
 
 REST = 4
 """Of steps in which nobody is asked, one in so many is looked at (draft.py) and learned from
@@ -322,7 +323,7 @@ def weigh(
             chance = _trust(scopes, row, part) * _MIDDLES[part] * own
             drafted += supply * max(0.0, chance * worth - price)
             came += supply * chance
-        repeated = min(1.0, scopes[row, _REPEATED]) * REPEAT
+        repeated = min(1.0, scopes[row, _REPEATED]) * REPEAT * max(0.0, worth - price)
         verdicts[i, 0] = (asks * drafted + repeated) / (asks + 1.0)
         verdicts[i, 1] = math.sqrt((came + DOUBT) / asks)
     ask, num_asked, before = 0.0, asked.shape[0], asked.shape[0] + 1
@@ -483,7 +484,8 @@ class Gain:
         self.cost = cost
         self.host = HostTimes(0.0 if cost is None else cost.cost(1))
         self._capacity = capacity
-        self._in_tokens = np.zeros(2)  # what a token saves and a node takes, at the last step
+        # What an accepted token saves and a node takes, at the last step.
+        self._in_tokens = np.array((1.0, 0.0))
         self._scopes = _Rows(_NUM_COLUMNS)
         self.seats = _Rows(4)
         self._known: OrderedDict[Hashable, int] = OrderedDict()
@@ -614,7 +616,8 @@ class Gain:
         num, num_seen = num_repeats(ids, start), max(0, ids.shape[0] - start)
         before = scope[_REPEATED] * max(0.0, 1.0 - num_seen / MEMORY)
         scope[_REPEATED] = before + num
-        scope[_ACCOUNT] = min(scope[_ACCOUNT] + num * REPEAT, MOST)
+        won = REPEAT * max(0.0, self._in_tokens[0] - self._in_tokens[1])
+        scope[_ACCOUNT] = min(scope[_ACCOUNT] + num * won, MOST)
         return num > 0 and bool(before < 1.0)
 
     # -- the estimate -----------------------------------------------------------------------

@@ -74,6 +74,17 @@ def test_the_choice_is_the_best_rate_of_all_choices(
     assert rate >= _brute_force(claims, cost, host_s) * (1 - 1e-3)
 
 
+@pytest.mark.parametrize(("per_row", "is_asked"), [(0.001, True), (0.01, False)])
+def test_a_text_that_begins_to_repeat_is_asked_where_a_node_takes_less_than_a_token(
+    per_row: float, is_asked: bool
+) -> None:
+    gain = Gain(_line(0.01, per_row))
+    seat = gain.seat("new")
+    assert gain.ask([seat], _alone(1), 8)[0] == ["cooldown"]
+    gain.watch(seat, np.array([5, 6, 7, 8, 5, 6, 7], np.int32), 4)
+    assert gain.ask([seat], _alone(1), 8)[0] == ["" if is_asked else "cooldown"]
+
+
 def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
     nodes = [[0.3] * 8]
     assert _choose(Gain(_line(0.01, 0.0)), nodes, _alone(1)) == [8]
@@ -191,7 +202,7 @@ def _weighed(
     supply = np.diff(high_first, prepend=0.0)[:, ::-1]
     saved, price = min(1.0, saved_s / token_s), node_s / token_s
     worth = np.maximum(0.0, chance * saved - price)
-    repeated = made.REPEAT * np.minimum(1.0, scopes[:, 3])
+    repeated = made.REPEAT * np.minimum(1.0, scopes[:, 3]) * max(0.0, saved - price)
     value = (asks * (supply * worth).sum(axis=1) + repeated) / (asks + 1.0)
     doubt = np.sqrt(((supply * chance).sum(axis=1) + made.DOUBT) / asks)
     account = np.minimum(scopes[:, 0] + made.SHARE, made.MOST)

@@ -195,7 +195,7 @@ CASES: list[tuple[Any, str, Any, Callable[[], float], float, float]] = [
     (gain, "MEMORY", 64.0, known(asks_until_a_text_that_paid_is_given_up), 30, 60),
     (gain, "IDLE", 512.0, known(rest_until_it_is_asked_again), 300, 600),
     (gain, "DOUBT", 0.1, known(asks_without_a_node_until_given_up), 20, 33),
-    (gain, "REPEAT", 0.8, new(asks_of_a_text_that_repeated_once), 3, 5),
+    (gain, "REPEAT", 0.9, new(asks_of_a_text_that_repeated_once), 5, 7),
     (draft, "REST", 2, looks_at_an_answer_that_drafts_nothing, 8, 14),
     (step_times, "DOUBT", 0.1, a_first_step_that_is_a_tenth_slower, 1.085, 1.1),
     (step_times, "NOISE", 0.2, a_step_that_took_ten_times_as_long, 1.15, 1.3),
