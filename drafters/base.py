@@ -96,6 +96,16 @@ class LikelySession(DraftSession, Protocol):
         """
 
 
+class PricedSession(DraftSession, Protocol):
+    """A DraftSession that need not look for nodes that would not be verified.
+
+    least: float64 [any]: the survival that the node which would be its tree's i-th likeliest has at
+    least where it is; the last of them holds for all further nodes. Written before each `propose`.
+    """
+
+    least: npt.NDArray[np.float64]
+
+
 class StateSession(DraftSession, Protocol):
     """A DraftSession that also reads the model's last hidden state, if wants_state."""
 

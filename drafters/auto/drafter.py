@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.arrays import Float32, Int32, Int64, UInt8
+from drafters.arrays import Float32, Float64, Int32, Int64, UInt8
 from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.blend import NO_PLAIN, PlainFields, advance
 from drafters.auto.cells import PREDICTION, RETRIEVED, SOURCES
@@ -33,6 +33,7 @@ from drafters.auto.text_index import TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import UPDATE_EVERY, Trust
 from drafters.auto.views import (
+    ANY_SURVIVAL,
     NO_CORPUS,
     NO_ECHO,
     NO_HINTS,
@@ -192,6 +193,7 @@ class AutoSession(TextSession):
         self._prompt_marks: Float32 = NO_MARKS
         self._settled = False
         self._num_learned = 0
+        self.least: Float64 = ANY_SURVIVAL
         self.num_likely = drafter.num_likely
         self._likely: LikelyTable | None = None
         if drafter.num_likely:
@@ -307,7 +309,9 @@ class AutoSession(TextSession):
         drafter = self._drafter
         if not self._settled:
             self._retrieve(drafter)
-        limits: Limits = (budget, max_depth, drafter.min_survival)  # type: ignore[assignment]
+        limits: Limits = (  # type: ignore[assignment]
+            budget, max_depth, drafter.min_survival, self.least
+        )  # fmt: skip
         # Where the model does not answer as its corpus does, drafting without that is better.
         follows = not drafter.has_corpus or drafter.trust.fit.helps
         tree = self._grow(drafter, limits, follows)

@@ -209,10 +209,13 @@ def grow_tree(
     node = -1
     depth = 0
     followed = begin(context.prior, context.own.text, context.own.size)
+    survival = np.float32(1.0)
     while True:
-        if depth < limits.max_depth and num < limits.budget:
+        least = limits.least[min(num, limits.least.shape[0] - 1)]
+        # What follows a node is no likelier than that is.
+        if depth < limits.max_depth and num < limits.budget and survival >= least:
             size = _offer(node, followed, context, limits, trusts, nodes, found, waiting, size)
-        if num >= limits.budget or size == 0:
+        if num >= limits.budget or size == 0 or waiting.keys[0] < least:
             break
         survival = waiting.keys[0]
         place = pop(waiting.keys, waiting.places, size)
@@ -247,7 +250,7 @@ class Workspace:
 
     def grow(self, limits: Limits, context: Context, trusts: Trusts) -> DraftTree:
         """The DraftTree of a step."""
-        budget, max_depth, _ = limits
+        budget, max_depth = limits[:2]
         if budget > self._max_budget or max_depth > self._max_depth:
             self._resize(max(budget, self._max_budget), max(max_depth, self._max_depth))
         num = grow_tree(

@@ -19,11 +19,17 @@ WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
 
 
 class Limits(NamedTuple):
-    """How large a tree may grow. min_survival: of the path to a node."""
+    """How large a tree may grow. min_survival: of the path to a node. least: the same, of the node
+    that would be the i-th, and the last of it of all further ones."""
 
     budget: int
     max_depth: int
     min_survival: float
+    least: Float64
+
+
+ANY_SURVIVAL: Float64 = np.zeros(1)
+"""Limits.least where nodes have no price."""
 
 
 class TextView(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 from drafters.auto.cells import SOURCES
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
-from drafters.auto.views import NO_MARKS, NOTHING, Limits
+from drafters.auto.views import ANY_SURVIVAL, NO_MARKS, NOTHING, Limits
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
@@ -61,5 +61,5 @@ class SuffixSession(TextSession):
             num_output=index.size - self.num_prompt,
             ends=drafter.eos_token_ids,
         )
-        limits = Limits(budget, max_depth, MIN_SURVIVAL)
+        limits = Limits(budget, max_depth, MIN_SURVIVAL, ANY_SURVIVAL)
         return drafter.workspace.grow(limits, context, drafter.trust.fields)

@@ -355,6 +355,8 @@ class Drafts:
                 )
                 if not reason:
                     asked[i] = seats[i]
+                    if hasattr(session, "least"):
+                        session.least = gain.least
                 if grammar is not None:
                     each[i], certain[i] = self._constrained(
                         choice, session, int(most[i]), bounds[i], is_asked=not reason

@@ -93,6 +93,7 @@ REST = 4
 """Of steps in which nobody is asked, one in so many is looked at (draft.py) and learned from
 (figures.py): they are alike, and a look takes as long as a plain step's host."""
 
+_NUM_PRICED = 16  # nodes of a tree that have a price of their own
 _NO_CHANCES, _NO_ORDER = np.empty(0), np.empty(0, np.int64)
 _PARTS = len(EDGES) + 1
 _MIDDLES = tuple(0.5 * (low + high) for low, high in pairwise((0.0, *EDGES, 1.0)))
@@ -271,9 +272,28 @@ def _best(
 @entry
 @compiled
 def most_nodes(
-    curve: Curve, host: Float64, shape: StepShape, room: int, none: Float64, no_order: Int64
-) -> int:
-    """The most nodes that could pay if every one of them were accepted. none, no_order: empty."""
+    scopes: Float64x2, seats: Float64x2, asked: Int64, curve: Curve, host: Float64,
+    shape: StepShape, room: int, none: Float64, no_order: Int64, least: Float64,
+) -> int:  # fmt: skip
+    """The most nodes that could pay if every one of them were accepted. none, no_order: empty.
+
+    least: float64 [ranks], written: the claim with which the next node of so many could pay, or
+    some after it that are claimed as much, at the rate of a step that asks and drafts nothing, and
+    if as much more comes than is claimed as of anybody who is asked."""
+    rows, seconds, key_s, likely_s = curve
+    token_s, _, worth = _prices(curve, host, shape, 0.0)
+    trust, num = 1.0, float(shape.num_draws)
+    token_s += asking_s(host, float(asked.shape[0])) / num
+    for i in range(asked.shape[0]):
+        for part in range(_PARTS):
+            trust = max(trust, _trust(scopes, int(seats[asked[i], _SCOPE]), part))
+    for rank in range(least.shape[0]):
+        before_s, node_s = seconds_of(rows, seconds, num + rank), math.inf
+        for more in range(1, least.shape[0] + 1):
+            after_s = seconds_of(rows, seconds, num + rank + more)
+            node_s = min(node_s, (after_s - before_s) / more)
+        node_s += key_s * shape.mean_len + likely_s
+        least[rank] = node_s / (trust * max(worth, 1e-3) * token_s)
     return int(_best(none, no_order, room, curve, host, shape, shape.num_draws))
 
 
@@ -486,6 +506,8 @@ class Gain:
         self._capacity = capacity
         # What an accepted token saves and a node takes, at the last step.
         self._in_tokens = np.array((1.0, 0.0))
+        # Of a tree's nodes the claims with which they could be taken, at the last step.
+        self.least: Float64 = np.zeros(_NUM_PRICED)
         self._scopes = _Rows(_NUM_COLUMNS)
         self.seats = _Rows(4)
         self._known: OrderedDict[Hashable, int] = OrderedDict()
@@ -545,11 +567,9 @@ class Gain:
         if self.cost is None:
             return [""] * len(seats), room
         curve, host, verdicts = self.cost.curve, self.host.numbers, np.empty((len(seats), 2))
-        most = most_nodes(curve, host, shape, room, _NO_CHANCES, _NO_ORDER)
-        num = weigh(
-            self._scopes.table, self.seats.table, np.array(seats, np.int64), curve, host, shape,
-            most, verdicts, self._in_tokens,
-        )  # fmt: skip
+        who = self._scopes.table, self.seats.table, np.array(seats, np.int64)
+        most = most_nodes(*who, curve, host, shape, room, _NO_CHANCES, _NO_ORDER, self.least)
+        num = weigh(*who, curve, host, shape, most, verdicts, self._in_tokens)
         why = ["" if is_asked else "cooldown" for is_asked in verdicts[:, 0].tolist()]
         return why, most if num else 0
 

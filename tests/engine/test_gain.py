@@ -105,6 +105,32 @@ def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
     assert gain.is_asked(known), "were there one that could"
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_no_node_is_taken_that_is_claimed_less_than_the_least(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    further_s = rng.exponential(rng.choice([1e-4, 1e-3]), len(ROWS))
+    gain = Gain(CostTable(ROWS, (4e-3 + np.cumsum(further_s)).tolist()))
+    seat = gain.seat("a", knows=True)
+    for _ in range(rng.integers(30)):
+        claims = rng.random(4)
+        came = rng.random(4) < claims ** rng.random()
+        note_drafts(gain, seat, claims, np.flatnonzero(came).tolist())
+    gain.ask([seat], _alone(1), 16)
+    claims = np.sort(rng.random(16) ** 2)[::-1]
+    is_less = claims < gain.least
+    num = int(is_less.argmax()) if is_less.any() else 16
+    assert choose(gain, [seat], [claims], _alone(1), 16)[0] <= num
+
+
+@pytest.mark.parametrize("per_row", [0.0005, 0.002, 0.006])
+def test_one_node_is_taken_just_where_it_is_claimed_at_least_so_much(per_row: float) -> None:
+    for share, num in ((0.99, 0), (1.01, 1)):
+        gain = Gain(_line(0.01, per_row))
+        seat = gain.seat("a", knows=True)
+        gain.ask([seat], _alone(1), 16)
+        assert choose(gain, [seat], [gain.least[:1] * share], _alone(1), 16) == [num]
+
+
 def test_a_grammar_s_tokens_are_certain_whatever_was_claimed_before() -> None:
     gain = Gain(_line(0.01, 0.005))
     seat = gain.seat("a")

@@ -359,3 +359,14 @@ def test_held_out_evidence_is_a_place_to_begin(corpus: Corpus) -> None:
     trust.evidence[0, cell] += 100.0  # asked, and never right
     trust.update()
     assert trust.weights[cell] < 0.3 * begun[cell]
+
+
+def test_nodes_that_would_not_be_verified_are_not_looked_for() -> None:
+    text = [*range(9), 3, 7, *range(9), 3, 8, *range(9), 3]
+    session = AutoDrafter(eos_token_ids=()).open(text)
+    whole = np.sort(session.propose(16, 8).survival)[::-1]
+    session.least = np.array([0.0, 0.0, whole[3]])
+    assert len(whole) > 4 and whole[3] > whole[4]
+    assert np.sort(session.propose(16, 8).survival)[::-1].tolist() == whole[:4].tolist()
+    session.least = np.ones(1)
+    assert len(session.propose(16, 8)) == 0
