@@ -99,8 +99,9 @@ class LikelySession(DraftSession, Protocol):
 class PricedSession(DraftSession, Protocol):
     """A DraftSession that need not look for nodes that would not be verified.
 
-    least: float64 [any]: the survival that the node which would be its tree's i-th likeliest has at
-    least where it is; the last of them holds for all further nodes. Written before each `propose`.
+    least: float64 [any]: survivals below which the i-th likeliest node of a tree is of no use, the
+    last of them for all further nodes. The likeliest is proposed in any case. Written before each
+    `propose`.
     """
 
     least: npt.NDArray[np.float64]

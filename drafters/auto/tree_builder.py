@@ -215,7 +215,8 @@ def grow_tree(
         # What follows a node is no likelier than that is.
         if depth < limits.max_depth and num < limits.budget and survival >= least:
             size = _offer(node, followed, context, limits, trusts, nodes, found, waiting, size)
-        if num >= limits.budget or size == 0 or waiting.keys[0] < least:
+        # The likeliest node is told in any case: whoever knows something is not without a match.
+        if num >= limits.budget or size == 0 or (num and waiting.keys[0] < least):
             break
         survival = waiting.keys[0]
         place = pop(waiting.keys, waiting.places, size)

@@ -20,7 +20,7 @@ WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
 
 class Limits(NamedTuple):
     """How large a tree may grow. min_survival: of the path to a node. least: the same, of the node
-    that would be the i-th, and the last of it of all further ones."""
+    that would be the i-th, and the last of it of all further ones; the first node is free."""
 
     budget: int
     max_depth: int
