@@ -288,9 +288,10 @@ def most_nodes(
         for part in range(_PARTS):
             trust = max(trust, _trust(scopes, int(seats[asked[i], _SCOPE]), part))
     for rank in range(least.shape[0]):
-        before_s, node_s = seconds_of(rows, seconds, num + rank), math.inf
+        before = float(shape.num_rows + rank)
+        before_s, node_s = seconds_of(rows, seconds, before), math.inf
         for more in range(1, least.shape[0] + 1):
-            after_s = seconds_of(rows, seconds, num + rank + more)
+            after_s = seconds_of(rows, seconds, before + more)
             node_s = min(node_s, (after_s - before_s) / more)
         node_s += key_s * shape.mean_len + likely_s
         least[rank] = node_s / (trust * max(worth, 1e-3) * token_s)

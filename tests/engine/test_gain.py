@@ -122,13 +122,16 @@ def test_no_node_is_taken_that_is_claimed_less_than_the_least(seed: int) -> None
     assert choose(gain, [seat], [claims], _alone(1), 16)[0] <= num
 
 
+@pytest.mark.parametrize("shape", [_alone(1), StepShape(1, 60, 0.0)])
 @pytest.mark.parametrize("per_row", [0.0005, 0.002, 0.006])
-def test_one_node_is_taken_just_where_it_is_claimed_at_least_so_much(per_row: float) -> None:
+def test_one_node_is_taken_just_where_it_is_claimed_at_least_so_much(
+    per_row: float, shape: StepShape
+) -> None:
     for share, num in ((0.99, 0), (1.01, 1)):
         gain = Gain(_line(0.01, per_row))
         seat = gain.seat("a", knows=True)
-        gain.ask([seat], _alone(1), 16)
-        assert choose(gain, [seat], [gain.least[:1] * share], _alone(1), 16) == [num]
+        gain.ask([seat], shape, 16)
+        assert choose(gain, [seat], [gain.least[:1] * share], shape, 16) == [num]
 
 
 def test_a_grammar_s_tokens_are_certain_whatever_was_claimed_before() -> None:
