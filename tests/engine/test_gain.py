@@ -122,14 +122,30 @@ def test_no_node_is_taken_that_is_claimed_less_than_the_least(seed: int) -> None
     assert choose(gain, [seat], [claims], _alone(1), 16)[0] <= num
 
 
-@pytest.mark.parametrize("shape", [_alone(1), StepShape(1, 60, 0.0)])
-@pytest.mark.parametrize("per_row", [0.0005, 0.002, 0.006])
+_CHEAP_LATER = CostTable(ROWS, [0.01 + 0.006 * min(r, 32) + 0.0005 * max(r - 32, 0) for r in ROWS])
+
+
+@pytest.mark.parametrize(
+    ("cost", "num_rows", "num_came"),
+    [
+        (_line(0.01, 0.0005), 1, 0),
+        (_line(0.01, 0.002), 1, 0),
+        (_line(0.01, 0.006), 9, 0),
+        (_CHEAP_LATER, 1, 0),
+        (_CHEAP_LATER, 40, 0),
+        (_line(0.01, 0.004), 1, 32),
+    ],
+)
 def test_one_node_is_taken_just_where_it_is_claimed_at_least_so_much(
-    per_row: float, shape: StepShape
+    cost: CostTable, num_rows: int, num_came: int
 ) -> None:
+    """Also beside a prompt's rows, and where twice as much comes as was claimed."""
+    shape = StepShape(1, num_rows, 0.0)
     for share, num in ((0.99, 0), (1.01, 1)):
-        gain = Gain(_line(0.01, per_row))
+        gain = Gain(cost)
         seat = gain.seat("a", knows=True)
+        if num_came:
+            note_drafts(gain, seat, np.full(64, 0.25), range(num_came))
         gain.ask([seat], shape, 16)
         assert choose(gain, [seat], [gain.least[:1] * share], shape, 16) == [num]
 
