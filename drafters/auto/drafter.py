@@ -26,7 +26,14 @@ from drafters.auto.cells import PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.copying import NO_COPY, NOWHERE, Pieces, no_entries
 from drafters.auto.corpus_fit import Rivals
 from drafters.auto.likely import NO_ROWS, NUM_LIKELY, LikelyTable, RowsFields
-from drafters.auto.prior import MOST_FOLLOWED, NO_HIDDEN, NO_PRIOR, Prior, PriorScratch
+from drafters.auto.prior import (
+    MOST_FOLLOWED,
+    NO_HIDDEN,
+    NO_PRIOR,
+    WIDTH,
+    Prior,
+    PriorScratch,
+)  # fmt: skip
 from drafters.auto.retrieval import NUM_RETRIEVED, Seen, retrieve
 from drafters.auto.template import forms_of, in_a_row
 from drafters.auto.text_index import TextIndex
@@ -202,10 +209,10 @@ class AutoSession(TextSession):
         # likely at a token is no evidence for how well it was foreseen.
         self._noted: RowsFields = NO_ROWS
         self._echo = NO_ECHO
-        # The model's state that the prior begins at, and the place of the token drawn from it; that
-        # of the last step, until its tokens are appended.
+        # The model's state that the prior begins at, the place of the token drawn from it, and the
+        # prior's own behind that; the model's of the last step, until its tokens are appended.
         self.wants_state = drafter.prior is not None
-        self._state = (NO_HIDDEN, 0)
+        self._state = NO_HIDDEN, 0, NO_HIDDEN
         self._noted_state: Float32 | None = None
         # A compared step's trees, with the corpus and without, until one is verified; then those
         # that still hold the text.
@@ -441,7 +448,8 @@ class AutoSession(TextSession):
         if self._anchors:
             self._weigh_near()
         if self._noted_state is not None:
-            self._state = self._noted_state, self._index.size - 1
+            start = np.full(WIDTH, np.nan, np.float32)
+            self._state = self._noted_state, self._index.size - 1, start
             self._noted_state = None
         rivals, self._rivals = self._rivals, []
         for trees in rivals:
@@ -495,7 +503,7 @@ class AutoSession(TextSession):
         """Forget all but the first `mark` tokens seen since open(). What was learned stays."""
         super().rollback(mark)
         if self._state[1] >= self._index.size:
-            self._state = NO_HIDDEN, 0
+            self._state = NO_HIDDEN, 0, NO_HIDDEN
         self._forget_step()
         if self._anchors:
             del self._anchors[mark + 1 :]

@@ -366,16 +366,17 @@ def _longest(source: int, totals: Float32) -> int:
 def _gather_prior(prior: PriorView, row: int, level: int, found: Gathered) -> float:
     """What the prior says behind states[row]; returns the highest chance, 0 where it says nothing
     that is worth a node."""
-    total = score(prior, row)
+    place = score(prior, row)
+    total = prior.totals[place]
     found.totals[level] = 1.0
     _clear(found.counts, level)
     highest = np.float32(0.0)
     least = np.float32(LEAST_CHANCE) * total
-    for output in range(prior.scores.shape[0]):
-        if prior.scores[output] > least and prior.head.ids[output] >= 0:
+    for output in range(prior.scores.shape[1]):
+        if prior.scores[place, output] > least and prior.head.ids[output] >= 0:
             candidate = _candidate(prior.head.ids[output], found)
             if candidate >= 0:
-                chance = prior.scores[output] / total
+                chance = prior.scores[place, output] / total
                 found.counts[level, candidate] = chance
                 highest = max(highest, chance)
     return float(highest)

@@ -33,6 +33,9 @@ MOST_FOLLOWED = 4
 """Ids behind the model's state that are followed."""
 MOST_NODES = 128  # of a tree that it says something of
 LEAST_CHANCE = 0.01  # of what is proposed
+_KEPT = 32
+"""States whose scores are kept: a step's tokens are learned from behind the states that it was
+drafted from, and a task's two trees (with its corpus, without) begin alike."""
 _LARGEST = 1e4  # of a number in a file: products of a few hundred such are finite
 
 Int8 = npt.NDArray[np.int8]
@@ -105,19 +108,28 @@ class PriorView(NamedTuple):
     """A Prior, and where a text stands.
 
     hidden: float32 [hidden size], a row of the model, or [0]: there is none. at: index of the token
-    that was drawn from it. most: ids behind it that are followed. states: float32 [nodes + 1,
-    WIDTH], scratch: behind the text, then behind each node; NaN where it is not known. scores:
-    float32 [outputs], sums: float32 [WIDTH], numbers: int16 [WIDTH], scratch.
+    that was drawn from it. start: float32 [WIDTH], the state behind that token, once it was asked
+    for. most: ids behind it that are followed. states: float32 [nodes + 1, WIDTH], scratch: behind
+    the text, then behind each node; NaN where it is not known, as in start. sums: float32 [WIDTH],
+    numbers: int16 [WIDTH], scratch.
+
+    What was scored last, of all sessions: scored: float32 [_KEPT, WIDTH], states. scores: float32
+    [_KEPT, outputs] and totals: float32 [_KEPT], what `score` says of each. turn: int32 [1], which
+    is forgotten next.
     """
 
     head: Prior
     hidden: Float32
     at: int
+    start: Float32
     most: int
     states: Float32x2
-    scores: Float32
     sums: Float32
     numbers: Int16
+    scored: Float32x2
+    scores: Float32x2
+    totals: Float32
+    turn: Int32
 
 
 def integers_of(rows: Float32) -> tuple[Int8, Float32]:
@@ -134,8 +146,9 @@ _NO_HEAD = Prior(
     _NO_BYTES, NO_HIDDEN, NO_HIDDEN,
 )  # fmt: skip
 NO_PRIOR = PriorView(
-    _NO_HEAD, NO_HIDDEN, 0, 0, _NO_ROWS, NO_HIDDEN, NO_HIDDEN, np.empty(0, np.int16)
-)
+    _NO_HEAD, NO_HIDDEN, 0, NO_HIDDEN, 0, _NO_ROWS, NO_HIDDEN, np.empty(0, np.int16),
+    _NO_ROWS, _NO_ROWS, NO_HIDDEN, np.empty(0, np.int32),
+)  # fmt: skip
 
 
 class PriorScratch:
@@ -147,14 +160,18 @@ class PriorScratch:
         self.hidden_size = prior.hidden_size
         self._scratch = (
             np.zeros((MOST_NODES + 1, WIDTH), np.float32),
-            np.zeros(prior.ids.shape[0], np.float32),
             np.zeros(WIDTH, np.float32),
             np.zeros(WIDTH, np.int16),
+            np.full((_KEPT, WIDTH), np.nan, np.float32),
+            np.zeros((_KEPT, prior.ids.shape[0]), np.float32),
+            np.zeros(_KEPT, np.float32),
+            np.zeros(1, np.int32),
         )
 
-    def view(self, hidden: Float32, at: int) -> PriorView:
+    def view(self, hidden: Float32, at: int, start: Float32) -> PriorView:
         """See PriorView; a plain tuple of the same items."""
-        return (self._prior, hidden, at, self._most, *self._scratch)  # type: ignore[return-value]
+        given = self._prior, hidden, at, start, self._most
+        return (*given, *self._scratch)  # type: ignore[return-value]
 
 
 @inlined
@@ -212,14 +229,21 @@ def begin(prior: PriorView, text: Int32x2, size: int) -> int:
     token = text[0, at]
     if not 0 <= token < prior.head.embed.shape[0]:
         return -1
-    for i in range(WIDTH):
-        prior.sums[i] = prior.head.project_bias[i]
-    for j in range(prior.hidden.shape[0]):
-        value = prior.hidden[j]
+    states, start = prior.states, prior.start
+    if np.isnan(start[0]):
         for i in range(WIDTH):
-            prior.sums[i] += value * prior.head.project[j, i]
-    _add_id(prior, token)
-    _settle(prior.sums, prior.states, 0)
+            prior.sums[i] = prior.head.project_bias[i]
+        for j in range(prior.hidden.shape[0]):
+            value = prior.hidden[j]
+            for i in range(WIDTH):
+                prior.sums[i] += value * prior.head.project[j, i]
+        _add_id(prior, token)
+        _settle(prior.sums, states, 0)
+        for i in range(WIDTH):
+            start[i] = states[0, i]
+    else:
+        for i in range(WIDTH):
+            states[0, i] = start[i]
     followed = 0
     for place in range(at + 1, size):
         followed = go_on(prior, 0, text[0, place], 0, followed)
@@ -240,37 +264,55 @@ def _exp(value: np.float32) -> np.float32:
 
 
 @inlined
-def score(prior: PriorView, row: int) -> float:
-    """scores[f] = e^(logit - the highest) of states[row]: the chance of an output, but for the sum
-    of all, which is returned."""
+def _place_of(prior: PriorView, row: int) -> int:
+    """Which of the states that were scored last is states[row]; -1: none."""
+    for place in range(prior.scored.shape[0]):
+        same = 0
+        while same < WIDTH and prior.scored[place, same] == prior.states[row, same]:
+            same += 1
+        if same == WIDTH:
+            return place
+    return -1
+
+
+@inlined
+def score(prior: PriorView, row: int) -> int:
+    """Which of prior.scores is what states[row] says of each output: e^(logit - the highest), the
+    chance of it but for the sum of all, in prior.totals."""
+    known = _place_of(prior, row)
+    if known >= 0:
+        return known
+    place = prior.turn[0]
+    prior.turn[0] = (place + 1) % prior.totals.shape[0]
     head, scores, sums = prior.head, prior.scores, prior.sums
     num = head.output.shape[0]
     for i in range(WIDTH):
+        prior.scored[place, i] = prior.states[row, i]
         prior.numbers[i] = np.int16(np.rint(prior.states[row, i] * np.float32(127.0)))
     for f in range(num):
         total = np.int32(0)
         for i in range(WIDTH):
             total += np.int32(prior.numbers[i]) * np.int32(head.output[f, i])
         # A sum of int32 is one of int64 to the compiler, unless only 32 bits of it are asked for.
-        scores[f] = np.float32(np.int32(total)) * head.output_scale[f] + head.output_bias[f]
+        scores[place, f] = np.float32(np.int32(total)) * head.output_scale[f] + head.output_bias[f]
     # A loop for each: one that keeps its numbers and adds them up is not compiled to vectors.
     for i in range(LANES):
-        sums[i] = scores[i]
+        sums[i] = scores[place, i]
     for f in range(0, num, LANES):
         for i in range(LANES):
-            value = scores[f + i]
+            value = scores[place, f + i]
             sums[i] = value if value > sums[i] else sums[i]
     highest = sums[0]
     for i in range(LANES):
         highest = max(highest, sums[i])
     for f in range(num):
-        scores[f] = _exp(scores[f] - highest)
+        scores[place, f] = _exp(scores[place, f] - highest)
     for i in range(LANES):
         sums[i] = 0.0
     for f in range(0, num, LANES):
         for i in range(LANES):
-            sums[i] += scores[f + i]
-    sum_ = np.float32(0.0)
+            sums[i] += scores[place, f + i]
+    prior.totals[place] = 0.0
     for i in range(LANES):
-        sum_ += sums[i]
-    return float(sum_)
+        prior.totals[place] += sums[i]
+    return int(place)

@@ -17,6 +17,7 @@ from drafters.auto.prior import (
     NO_HIDDEN,
     WIDTH,
     Prior,
+    PriorView,
 )
 from drafters.auto.trust import Trust
 from tests.drafters.trees import opened, paths
@@ -59,10 +60,12 @@ def said(prior: Prior, hidden: Float32 | None, ids: list[int]) -> Float32:
     session.extend(ids[:1])
     session.extend(ids[1:])
     assert drafter.prior is not None
-    scores = drafter.prior.view(NO_HIDDEN, 0)[5]
-    scores[:] = 0.0  # it was asked as the ids were learned from
+    view = PriorView(*drafter.prior.view(NO_HIDDEN, 0, NO_HIDDEN))
+    asked = view.turn[0]  # as the ids were learned from
     assert np.isfinite(session.propose(1, 1).survival).all()
-    return scores / max(scores.sum(), np.float32(1e-9))
+    if view.turn[0] == asked:
+        return np.zeros(prior.ids.shape[0], np.float32)
+    return view.scores[asked] / view.totals[asked]
 
 
 @pytest.mark.parametrize("num", range(1, MOST_FOLLOWED + 2))
