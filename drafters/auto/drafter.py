@@ -448,7 +448,8 @@ class AutoSession(TextSession):
         if self._anchors:
             self._weigh_near()
         if self._noted_state is not None:
-            start = np.full(WIDTH, np.nan, np.float32)
+            start = np.empty(WIDTH, np.float32)
+            start[0] = np.nan
             self._state = self._noted_state, self._index.size - 1, start
             self._noted_state = None
         rivals, self._rivals = self._rivals, []
@@ -484,11 +485,9 @@ class AutoSession(TextSession):
         if self._likely is not None:
             num = self.num_likely
             nodes = np.array((token_ids, parents), np.int32)
-            self._noted = (
-                nodes,
-                np.ascontiguousarray(ids[:, :num]),
-                np.ascontiguousarray(chances[:, :num]),
-            )
+            if num < ids.shape[1]:  # a session of another drafter wants more
+                ids, chances = ids[:, :num].copy(), chances[:, :num].copy()
+            self._noted = nodes, ids, chances
 
     def note_state(self, state: Float32) -> None:
         """See StateSession; read when the step's tokens are appended."""

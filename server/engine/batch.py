@@ -220,9 +220,9 @@ class Likely:
     chances: Float32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Drawn:
-    """What a Runner returns for a Batch.
+    """What a Runner returns for a Batch, and writes; it may be the same object for the same Batch.
 
     token_ids: int32 [D]; -1 for a draw without an answer. For draws whose params ask for logprobs
     (else NaN / rank 0 / empty): logprobs float32 [D] = log-softmax of the *raw* logits (fp32) at
@@ -351,9 +351,9 @@ class StateRunner(Runner, Protocol):
     (drafters.base.StateSession). Nothing is computed for it. The one on CUDA does not tell: its
     states stay on the device."""
 
-    def last_states(self, draws: Int32) -> Float32:
+    def last_states(self, draws: Int32 | int) -> Float32:
         """The LM head's inputs, float32 [n, hidden size], of draws of the step that was last waited
-        for. A copy. Called before the next launch."""
+        for; [hidden size] of one draw. A copy. Called before the next launch."""
 
 
 @runtime_checkable

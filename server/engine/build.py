@@ -29,7 +29,6 @@ from server.engine.sequence import Sequence
 from server.engine.table import Table, widest
 from server.engine.trees import (
     CHOICES,
-    DEPTH,
     FIRST_ROW,
     ITEM,
     MASK,
@@ -134,7 +133,7 @@ class Builder:
         else:
             items, drawing, choices = last.items.copy(), last.drawing, last.choices.copy()
             own, params = last.batch.seq_adapters, last.batch.params
-        arrange(items, trees.start, choices)
+        num_path_slots = arrange(items, trees.start, trees.nodes, choices)
         of_rows: Int32x2 = np.empty((7, rows.num_rows + num_total), np.int32)
         of_draws: Int32x2 = np.empty((5, len(drawing) + num_total), np.int32)
         masks, scores, scored = _NO_MASKS, (_NO_SCORES,) * 3, list[Scored]()
@@ -153,7 +152,7 @@ class Builder:
             prefix_len=of_rows[4],
             path_start=of_rows[5],
             path_len=of_rows[6],
-            path_slots=np.empty(trees.nodes[DEPTH].sum(), np.int32),
+            path_slots=np.empty(num_path_slots, np.int32),
             block_tables=np.empty((num_items, width), np.int32),
             draw_rows=of_draws[0],
             draw_params=of_draws[1],

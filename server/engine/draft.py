@@ -178,7 +178,7 @@ class Drafts:
         vocab_size: int,
         max_rows: int,
         is_beside: bool = True,
-        states: Callable[[Int32], Float32] | None = None,
+        states: Callable[[int], Float32] | None = None,
     ) -> None:
         """gain: gives seats, decides, and learns what became of drafts. vocab_size: bound on ids.
         max_rows: most nodes a step; 0: nobody drafts. is_beside: whether the host works beside a
@@ -324,8 +324,8 @@ class Drafts:
         num = len(rows.sequences)
         each: list[DraftTree | None] = [None] * num
         bounds = np.zeros((num, 2), np.int64)
-        most, certain = np.zeros(num, np.int64), np.zeros(num, np.int32)
-        asked, sliced, is_planned = np.full(num, -1, np.int64), list[int](), False
+        most, certain = [0] * num, np.zeros(num, np.int32)
+        asked, sliced, is_planned = np.array([-1] * num, np.int64), list[int](), False
         num_errors = self.num_errors
         for i, choice, reason in zip(places, choices, reasons, strict=True):
             why[i] = reason
@@ -359,10 +359,10 @@ class Drafts:
                         session.least = gain.least
                 if grammar is not None:
                     each[i], certain[i] = self._constrained(
-                        choice, session, int(most[i]), bounds[i], is_asked=not reason
+                        choice, session, most[i], bounds[i], is_asked=not reason
                     )
                     continue
-                each[i] = session.propose(int(most[i]), depth)
+                each[i] = session.propose(most[i], depth)
                 if choice.head is not None and choice.head.proposes:
                     sliced.append(i)
             except Exception as error:
@@ -378,15 +378,15 @@ class Drafts:
         if self.num_errors > num_errors:  # who has failed has no seat any more
             seats = table.gain_seat[rows.seats].astype(np.int64)
             asked[seats < 0] = -1
-        trees.certain, stays = certain, ALL_STAY
-        for i in sliced:
-            head, at = rows.sequences[i].head, slice(trees.start[i], trees.start[i + 1])
-            assert head is not None
-            if not stays.shape[0]:
-                stays = np.ones(trees.nodes.shape[1], np.int32)
-            # A node outside the slice could not be drawn, so it is dropped and never added.
-            stays[at] = head.slice.positions(trees.nodes[ID, at]) >= 0
-        trees.prune(most, stays)
+        trees.certain, start = certain, trees.start.tolist()
+        if sliced or any(start[i + 1] - start[i] > most[i] for i in range(num)):
+            stays = np.ones(trees.nodes.shape[1], np.int32)
+            for i in sliced:
+                head, at = rows.sequences[i].head, slice(start[i], start[i + 1])
+                assert head is not None
+                # A node outside the slice could not be drawn, so it is dropped and never added.
+                stays[at] = head.slice.positions(trees.nodes[ID, at]) >= 0
+            trees.prune(np.array(most, np.int64), stays)
         columns = trees.start, trees.certain, trees.survival
         num_asked = gain.observe_asks(asked, *columns)
         taken = gain.choose(seats, *columns, shape, room, num_asked)
@@ -563,8 +563,7 @@ class Drafts:
                 )
             if self._states is not None and getattr(session, "wants_state", False):
                 last = draw if len(ids) < 2 else draw + 1 + path[len(ids) - 2]
-                state = self._states(np.array([last], np.int32))[0]
-                cast("StateSession", session).note_state(state)
+                cast("StateSession", session).note_state(self._states(last))
             if first < end and getattr(session, "wants_feedback", True):
                 forced = -1 if sequence.grammar is None else len(sequence.sources) - 1
                 tree, accepted = trees.proposed(item, path, forced)

@@ -51,6 +51,7 @@ from drafters.arrays import Float64, Float64x2, Int32, Int64
 from drafters.jit import compiled, entry, inlined
 from server.engine.step_times import (
     MEMORY,
+    NO_CURVE,
     CostTable,
     Curve,
     HostTimes,
@@ -383,47 +384,40 @@ def rest(scopes: Float64x2, seats: Float64x2, resting: Int64, num_steps: int) ->
 
 @entry
 @compiled
-def expect(
+def choose_nodes(
     scopes: Float64x2, seats: Float64x2, heard: Int64, start: Int32, certain: Int32,
-    claims: Float64, chances: Float64, owners: Int64,
+    claims: Float64, curve: Curve, host: Float64, shape: StepShape, room: int, num_asked: int,
+    taken: Int64,
 ) -> None:  # fmt: skip
-    """Make chances of claims. heard: the seat of each tree. chances: float64 [nodes], owners: int64
-    [nodes], the tree of each; both are written. The others: see Gain.choose."""
+    """Take the nodes that pay, of those that their scopes may have (_may_take) beside the certain
+    ones; with an empty curve all that fit.
+
+    heard: the seat of each tree. taken: int64 [trees], zeros, written. The others: see Gain.choose.
+    """
+    total, num = claims.shape[0], 0
+    chances, owners = np.empty(total), np.empty(total, np.int64)
+    most = np.empty(heard.shape[0])
     for tree in range(heard.shape[0]):
         row, own = int(seats[heard[tree], _SCOPE]), _own_trust(seats, heard[tree])
+        most[tree] = _may_take(scopes, row) + certain[tree]
         for node in range(start[tree], start[tree + 1]):
             claim = claims[node]
             chances[node] = min(1.0, claim * _trust(scopes, row, _part(claim)) * own)
             if node - start[tree] < certain[tree]:
                 chances[node] = 1.0
             owners[node] = tree
-
-
-@entry
-@compiled
-def take(
-    scopes: Float64x2, seats: Float64x2, heard: Int64, certain: Int32, owners: Int64,
-    chances: Float64, order: Int64, curve: Curve, host: Float64, shape: StepShape, room: int,
-    num_asked: int, taken: Int64,
-) -> None:  # fmt: skip
-    """Take the nodes that pay, of those that their scopes may have (_may_take) beside the certain
-    ones.
-
-    owners: of expect. order: int64 [nodes], by descending chance; used up. taken: int64 [trees],
-    zeros, written.
-    """
-    num = 0
-    for i in range(order.shape[0]):
+    order = np.argsort(-chances, kind="mergesort")
+    is_priced = curve[0].shape[0] > 0
+    for i in range(total):
         tree = owners[order[i]]
-        most = int(_may_take(scopes, int(seats[heard[tree], _SCOPE]))) + certain[tree]
-        if num < room and taken[tree] < most:
+        if num < room and (taken[tree] + 1.0 <= most[tree] or not is_priced):
             order[num] = order[i]
             taken[tree] += 1
             num += 1
-    best = _best(chances, order, num, curve, host, shape, num_asked)
-    taken[:] = 0
-    for i in range(best):
-        taken[owners[order[i]]] += 1
+    if is_priced:
+        taken[:] = 0
+        for i in range(_best(chances, order, num, curve, host, shape, num_asked)):
+            taken[owners[order[i]]] += 1
 
 
 @entry
@@ -594,19 +588,13 @@ class Gain:
         [nodes], the survivals that drafters claim, each within [0, 1]. num_asked: sessions that
         were asked for them, also in vain: the step takes that time whatever is chosen.
         """
-        total, taken = claims.shape[0], np.zeros(seats.shape[0], np.int64)
-        if total == 0 or room <= 0:
-            return taken
-        tables = self._scopes.table, self.seats.table
-        chances, owners = np.empty(total), np.empty(total, np.int64)
-        expect(*tables, seats, start, certain, claims, chances, owners)
-        order = np.argsort(-chances, kind="stable")
-        if self.cost is None:
-            return np.bincount(owners[order[:room]], minlength=seats.shape[0])
-        take(
-            *tables, seats, certain, owners, chances, order, self.cost.curve,
-            self.host.numbers, shape, room, num_asked, taken,
-        )  # fmt: skip
+        taken = np.zeros(seats.shape[0], np.int64)
+        if claims.shape[0] and room > 0:
+            choose_nodes(
+                self._scopes.table, self.seats.table, seats, start, certain, claims,
+                NO_CURVE if self.cost is None else self.cost.curve, self.host.numbers, shape, room,
+                num_asked, taken,
+            )  # fmt: skip
         return taken
 
     # -- after a step -----------------------------------------------------------------------

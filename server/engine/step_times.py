@@ -175,6 +175,7 @@ def row_grid(max_rows: int) -> list[int]:
 
 
 Curve = tuple[Float64, Float64, float, float]
+NO_CURVE: Curve = (np.empty(0), np.empty(0), 0.0, 0.0)
 
 
 class CostTable:

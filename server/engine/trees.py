@@ -318,10 +318,13 @@ def tally(
 
 @entry
 @compiled
-def arrange(items: Int32x2, tree_start: Int32, choices: Int32x2) -> None:
-    """Write where the rows and draws of each item begin, and where each choice draws. items: its
-    other lines are there. choices: all lines but SEAT are written."""
-    row, draw, choice = 0, 0, 0
+def arrange(items: Int32x2, tree_start: Int32, nodes: Int32x2, choices: Int32x2) -> int:
+    """Write where the rows and draws of each item begin, and where each choice draws; returns how
+    many slots the nodes' paths take. items: its other lines are there. choices: all lines but SEAT
+    are written."""
+    row, draw, choice, num_path_slots = 0, 0, 0, 0
+    for node in range(nodes.shape[1]):
+        num_path_slots += nodes[DEPTH, node]
     for i in range(items.shape[1]):
         num_nodes = tree_start[i + 1] - tree_start[i]
         items[FIRST_ROW, i], items[FIRST_DRAW, i] = row, draw
@@ -333,6 +336,7 @@ def arrange(items: Int32x2, tree_start: Int32, choices: Int32x2) -> None:
             draw += 1
         row += items[NUM, i] + num_nodes
         draw += num_nodes
+    return num_path_slots
 
 
 @entry

@@ -3,6 +3,7 @@ they may give and their penalty counts; and a Drawn without answers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -141,13 +142,17 @@ def adjustments(
 Top = tuple[tuple[int, float], ...]
 
 
-def undrawn(batch: Batch) -> Drawn:
-    """A Batch's Drawn while it is made: NaN, 0 and () in its arrays and lists until they are
-    written."""
+def undrawn(batch: Batch, *, is_plain: bool = False) -> Drawn:
+    """A Batch's Drawn while it is made: -1, NaN, 0 and () in its arrays and lists until they are
+    written. is_plain: nobody writes any but ids and what is likely, which are all written."""
     num, likely = batch.num_draws, None
     if batch.num_likely:
         shape = num, batch.num_likely
-        likely = Likely(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
+        likely = Likely(np.empty(shape, np.int32), np.empty(shape, np.float32))
+    if is_plain:
+        return Drawn(np.empty(num, np.int32), *_never_told(num), *_never_told(0), likely=likely)
+    if likely is not None:
+        likely.ids[:], likely.chances[:] = -1, 0.0
     scores = _untold(int(batch.score_rows.shape[0]))
     return Drawn(np.full(num, -1, np.int32), *_untold(num), *scores, likely=likely)
 
@@ -155,3 +160,11 @@ def undrawn(batch: Batch) -> Drawn:
 def _untold(num: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], list[Top]]:
     """Logprobs, ranks and tops that nobody asked for."""
     return np.full(num, np.nan, np.float32), np.zeros(num, np.int32), [()] * num
+
+
+@functools.lru_cache(maxsize=64)
+def _never_told(num: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], list[Top]]:
+    """The same, for any Batch: nobody writes to them."""
+    logprobs, ranks, top = _untold(num)
+    logprobs.flags.writeable = ranks.flags.writeable = False
+    return logprobs, ranks, top

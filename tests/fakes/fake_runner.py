@@ -280,9 +280,11 @@ class FakeRunner:
             time.sleep(left)
         return drawn
 
-    def last_states(self, draws: Int32) -> Float32:
+    def last_states(self, draws: Int32 | int) -> Float32:
         """See StateRunner: of each draw's row the bits of its hash."""
         assert self._is_idle
+        if isinstance(draws, int):
+            return state_of_hash(self._drawn_from[draws])
         return np.stack([state_of_hash(self._drawn_from[draw]) for draw in draws.tolist()])
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -229,9 +229,9 @@ class CpuRunner:
             raise RuntimeError("no step is in flight")
         return self._step(batch)
 
-    def last_states(self, draws: Int32) -> Float32:
+    def last_states(self, draws: Int32 | int) -> Float32:
         """See StateRunner."""
-        states: Float32 = self._scratch.hidden[self._last_draws[draws]]
+        states: Float32 = self._scratch.hidden[self._last_draws[draws]].copy()
         return states
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
@@ -299,7 +299,8 @@ class CpuRunner:
             head_s += time.perf_counter() - began
             rows = [full.places[int(k)] for k in wanted]
             self._draws.draw_full(batch, draws, rows, full, result, keeps=False)
-        return replace(result, model_s=time.perf_counter() - started, head_s=head_s)
+        result.model_s, result.head_s = time.perf_counter() - started, head_s
+        return result
 
     def embed(self, batch: Batch) -> Scratch:
         """Fill x of the runner's own buffers with the rows' embeddings, own ones of adapters
@@ -337,7 +338,7 @@ class CpuRunner:
         if held is not None:
             wanted, answers = held.wanted, held.answers
         elif plain:
-            answers = undrawn(batch)
+            answers = undrawn(batch, is_plain=True)
             likely = answers.likely
             wanted = Wanted(
                 batch.draw_rows, answers.token_ids,
@@ -357,14 +358,14 @@ class CpuRunner:
                 answers = self._draw(batch, wanted.rows)
             elif FAILED in answers.token_ids.tolist():
                 self._draws.tell_failed(self._head.found().states, answers)
-            drawn = replace(answers, model_s=time.perf_counter() - started, head_s=head_s)
+            answers.model_s, answers.head_s = time.perf_counter() - started, head_s
         finally:
             self._kernel_threads.rest()
         every = batch.num_draws == batch.num_rows  # Ends are made of what the arrays hold now
-        is_alike = plain and every and not (batch.num_likely or drawn.problems)
+        is_alike = plain and every and not (batch.num_likely or answers.problems)
         if is_alike and self._table.kind != READY:
             self._held = held or _Held(batch, wanted, answers)
-        return drawn
+        return answers
 
     def _draw(self, batch: Batch, rows: Int32) -> Drawn:
         """The draws of a step that gave the full head's logits of these rows."""

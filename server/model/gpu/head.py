@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any, Literal
 
@@ -371,8 +371,9 @@ class Step:
             is_nan = told.token_ids[d] == NAN_LOGITS
             told.problems[d] = "the model produced NaN logits" if is_nan else NO_TOKEN_LEFT
         np.maximum(told.token_ids, -1, out=told.token_ids)
-        head_s = sum(starmap(_between, self.products))
-        return replace(told, model_s=_between(self.begin, self.done), head_s=head_s)
+        told.model_s = _between(self.begin, self.done)
+        told.head_s = sum(starmap(_between, self.products))
+        return told
 
 
 def mark(*, on_gpu: bool) -> Any:
