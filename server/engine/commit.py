@@ -57,6 +57,7 @@ from server.engine.trees import (
 from server.types import Delta, FinishReason, Request, StepCounts, TokenLogprob
 
 _NO_COUNTS = StepCounts()
+_NO_MOVES: Int32x2 = np.empty((2, 0), np.int32)
 
 
 # -- what becomes of the ids of a run --------------------------------------------------------------
@@ -340,7 +341,7 @@ class Committer:
         exact: ExactVerifier,
     ) -> None:
         self.deltas: list[Delta] = []
-        self.moves: Int32x2 = np.empty((2, 0), np.int32)
+        self.moves: Int32x2 = _NO_MOVES
         self._table = scheduler.table
         self._scheduler = scheduler
         self._slices = slices
@@ -359,7 +360,7 @@ class Committer:
             table.numbers, table.blocks, table.ends, table.block_size, choices, trees.nodes,
             results.token_ids, runs, built.found, built.moves, built.came,
         )  # fmt: skip
-        self.moves = built.moves[:, :num_moves]
+        self.moves = built.moves[:, :num_moves] if num_moves else _NO_MOVES
         if built.came.shape[0]:
             self._drafts.observe(rows, trees, built.came)
         ids, draws, nodes = runs.tolist()

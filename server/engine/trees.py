@@ -102,8 +102,6 @@ class Trees:
         total = self.nodes.shape[1]
         if not total:
             return
-        if not stays.shape[0]:
-            stays = np.ones(total, np.int32)
         num = keep(self.start, self.nodes, self.survival, self.certain, most, stays)
         if num < total:
             self.nodes, self.survival = self.nodes[:, :num].copy(), self.survival[:num]
@@ -261,6 +259,8 @@ def keep(
     """See Trees.prune: the nodes that stay are written one after the other; returns how many they
     are. certain: made no more than an item has."""
     total, end = 0, start[0]
+    if not stays.shape[0]:
+        stays = np.ones(nodes.shape[1], np.int32)
     for item in range(start.shape[0] - 1):
         first, end, num = end, start[item + 1], 0
         for at in range(first, end):

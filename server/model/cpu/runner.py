@@ -353,12 +353,13 @@ class CpuRunner:
             wanted = Wanted(rows, _NOTHING, *NO_LIKELY, self._clock)
         try:
             self._compute(batch, wanted, held)
-            head_s = 1e-9 * float(self._clock[1] - self._clock[0])
+            began, ended = self._clock.tolist()
             if not plain:
                 answers = self._draw(batch, wanted.rows)
             elif FAILED in answers.token_ids.tolist():
                 self._draws.tell_failed(self._head.found().states, answers)
-            answers.model_s, answers.head_s = time.perf_counter() - started, head_s
+            answers.model_s = time.perf_counter() - started
+            answers.head_s = 1e-9 * (ended - began)
         finally:
             self._kernel_threads.rest()
         every = batch.num_draws == batch.num_rows  # Ends are made of what the arrays hold now
