@@ -96,8 +96,9 @@ REST = 4
 
 _NUM_PRICED = 16  # nodes of a tree that have a price of their own
 _NO_CHANCES, _NO_ORDER = np.empty(0), np.empty(0, np.int64)
+_BOUNDS = (0.0, *EDGES, 1.0)
 _PARTS = len(EDGES) + 1
-_MIDDLES = tuple(0.5 * (low + high) for low, high in pairwise((0.0, *EDGES, 1.0)))
+_MIDDLES = tuple(0.5 * (low + high) for low, high in pairwise(_BOUNDS))
 
 
 class StepShape(NamedTuple):
@@ -279,15 +280,17 @@ def most_nodes(
     """The most nodes that could pay if every one of them were accepted. none, no_order: empty.
 
     least: float64 [ranks], written: the claim with which the next node of so many could pay, or
-    some after it that are claimed as much, at the rate of a step that asks and drafts nothing, and
-    if as much more comes than is claimed as of anybody who is asked."""
+    some after it that are claimed as much, at the rate of a step that asks and drafts nothing, of
+    whoever is asked and whose claims of that size are trusted most."""
     rows, seconds, key_s, likely_s = curve
     token_s, _, worth = _prices(curve, host, shape, 0.0)
-    trust, num = 1.0, float(shape.num_draws)
-    token_s += asking_s(host, float(asked.shape[0])) / num
+    token_s += asking_s(host, float(asked.shape[0])) / shape.num_draws
+    trusts = np.zeros(_PARTS)
     for i in range(asked.shape[0]):
+        own = _own_trust(seats, asked[i])
         for part in range(_PARTS):
-            trust = max(trust, _trust(scopes, int(seats[asked[i], _SCOPE]), part))
+            trust = _trust(scopes, int(seats[asked[i], _SCOPE]), part) * own
+            trusts[part] = max(trusts[part], trust)
     for rank in range(least.shape[0]):
         before = float(shape.num_rows + rank)
         before_s, node_s = seconds_of(rows, seconds, before), math.inf
@@ -295,7 +298,11 @@ def most_nodes(
             after_s = seconds_of(rows, seconds, before + more)
             node_s = min(node_s, (after_s - before_s) / more)
         node_s += key_s * shape.mean_len + likely_s
-        least[rank] = node_s / (trust * max(worth, 1e-3) * token_s)
+        price, least[rank] = node_s / (max(worth, 1e-3) * token_s), 1.0
+        for part in range(_PARTS - 1, -1, -1):
+            claim = max(_BOUNDS[part], price / trusts[part])
+            if claim <= _BOUNDS[part + 1] and price <= 1.0:
+                least[rank] = claim
     return int(_best(none, no_order, room, curve, host, shape, shape.num_draws))
 
 

@@ -134,12 +134,14 @@ _CHEAP_LATER = CostTable(ROWS, [0.01 + 0.006 * min(r, 32) + 0.0005 * max(r - 32,
         (_CHEAP_LATER, 1, 0),
         (_CHEAP_LATER, 40, 0),
         (_line(0.01, 0.004), 1, 32),
+        (_line(0.01, 0.002), 1, 4),
+        (_line(0.01, 0.003), 1, 1),
     ],
 )
 def test_one_node_is_taken_just_where_it_is_claimed_at_least_so_much(
     cost: CostTable, num_rows: int, num_came: int
 ) -> None:
-    """Also beside a prompt's rows, and where twice as much comes as was claimed."""
+    """Also beside a prompt's rows, and where twice as much comes as was claimed, or a part."""
     shape = StepShape(1, num_rows, 0.0)
     for share, num in ((0.99, 0), (1.01, 1)):
         gain = Gain(cost)
