@@ -121,9 +121,9 @@ def _no_masks() -> UInt32:
     return np.empty((0, 0), np.uint32)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """All rows of one step, in flat arrays; R rows, S sequences, D draws, C scores. What is
+    """All rows of one step. Frozen flat arrays; R rows, S sequences, D draws, C scores. What is
     left out is empty.
 
     Rows (each int32 [R] unless said):
