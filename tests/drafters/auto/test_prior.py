@@ -175,6 +175,39 @@ def test_a_state_goes_with_its_token() -> None:
     assert PRIOR not in session.propose(8, 2).source.tolist()
 
 
+def test_what_was_scored_is_not_scored_again_and_is_nobody_else_s() -> None:
+    """Sessions take turns with one drafter, which has more states than it keeps: each proposes what
+    it would alone. Of the states that a tree was grown from none is scored as its nodes come."""
+    prior = make_prior(sure=40.0)
+    shared = AutoDrafter(model_prior=prior, num_likely=0, learn=False)
+    pairs = [
+        [opened(one, [1, 2, 3]) for one in (shared, AutoDrafter(
+            model_prior=prior, num_likely=0, learn=False
+        ))]
+        for _ in range(12)
+    ]  # fmt: skip
+    for step in range(4):
+        for i, pair in enumerate(pairs):
+            for session in pair:
+                session.note_state(hidden_of(12 * step + i))
+                session.extend([7 + i])
+        for in_turn, alone in pairs:
+            one, other = in_turn.propose(8, 4), alone.propose(8, 4)
+            assert len(one) and one.token_ids.tolist() == other.token_ids.tolist()
+            np.testing.assert_array_equal(one.survival, other.survival)
+    assert shared.prior is not None
+    learns = AutoDrafter(model_prior=prior, num_likely=0)
+    session = opened(learns, [1, 2, 3])
+    session.note_state(hidden_of(1))
+    session.extend([7])
+    assert learns.prior is not None
+    turn = PriorView(*learns.prior.view(NO_HIDDEN, 0, NO_HIDDEN)).turn
+    before, path = turn[0], paths(session.propose(8, 4))[0]
+    asked = turn[0]
+    session.extend(path[:1])
+    assert asked > before and turn[0] == asked
+
+
 def test_depth_0_is_off_and_states_of_another_model_are_refused() -> None:
     assert AutoDrafter(model_prior=make_prior(), prior_depth=0).prior is None
     session = AutoDrafter(model_prior=make_prior()).open([1])
