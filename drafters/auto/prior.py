@@ -7,11 +7,13 @@ frequent ids alone). Every other source of `auto` reads text. This one knows wha
 
 With h the state and x the id that was drawn from it, softsign(v) = v / (1 + |v|):
 
-    s_1 = softsign(h project + bias_1 + embed[x])
-    s_k+1 = softsign(s_k recur + bias_2 + embed[the next id])
-    logits = s output + bias_3, over `ids`, the last of which, -1, stands for all others
+    s_1 = softsign(project h + bias_1 + embed[x])
+    s_k+1 = softsign(recur s_k + bias_2 + embed[the next id])
+    logits = output s + bias_3, over `ids`, the last of which, -1, stands for all others
 
-A node costs the product of `output`, integers of 8 bits: ids x WIDTH, which lie in a core's cache.
+A node costs the product of `output`. All matrices are integers of 8 bits, which together lie in a
+core's cache; the model's step before has pushed them out of it, so that the first product of a
+draft takes as long as they take from memory.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ _KEPT = 32
 """States whose scores are kept: a step's tokens are learned from behind the states that it was
 drafted from, and a task's two trees (with its corpus, without) begin alike."""
 _LARGEST = 1e4  # of a number in a file: products of a few hundred such are finite
+_STATE_BITS = 12
+"""Of the model's state, beside the sign: some of its numbers are a hundred times the others."""
+_UNIT = np.float32(1.0 / 127.0)  # of a state's integers
+_INTEGERS = ("project", "embed", "recur", "output")
 
 Int8 = npt.NDArray[np.int8]
 Int8x2 = Annotated[Int8, 2]
@@ -44,14 +50,16 @@ Int16 = npt.NDArray[np.int16]
 
 FORMAT = ArrayFormat(
     "prior of a model",
-    2,
+    3,
     {
         "ids": Column("int32", ("outputs",), low=-1, high="vocabulary"),
-        "project": Column("float32", ("hidden", WIDTH)),
+        "project": Column("uint8", (WIDTH, "hidden")),
+        "project_scale": Column("float32", (WIDTH,)),
         "project_bias": Column("float32", (WIDTH,)),
         "embed": Column("uint8", ("vocabulary", WIDTH)),
         "embed_scale": Column("float32", ("vocabulary",)),
-        "recur": Column("float32", (WIDTH, WIDTH)),
+        "recur": Column("uint8", (WIDTH, WIDTH)),
+        "recur_scale": Column("float32", (WIDTH,)),
         "recur_bias": Column("float32", (WIDTH,)),
         "output": Column("uint8", ("outputs", WIDTH)),
         "output_scale": Column("float32", ("outputs",)),
@@ -64,16 +72,19 @@ class Prior(NamedTuple):
     """The head of one model. Immutable; shared by all that draft for the model.
 
     ids: int32 [outputs], what each output is of; -1: any other id, or a pad. embed: int8
-    [vocabulary, WIDTH], each row times its embed_scale. output: int8 [outputs, WIDTH], the same; a
-    state is 127 at most there.
+    [vocabulary, WIDTH], each row times its embed_scale. The rows of project, int8 [WIDTH, hidden
+    size], of recur, int8 [WIDTH, WIDTH], and of output, int8 [outputs, WIDTH], the same; a state is
+    127 at most before the last two.
     """
 
     ids: Int32
-    project: Float32x2
+    project: Int8x2
+    project_scale: Float32
     project_bias: Float32
     embed: Int8x2
     embed_scale: Float32
-    recur: Float32x2
+    recur: Int8x2
+    recur_scale: Float32
     recur_bias: Float32
     output: Int8x2
     output_scale: Float32
@@ -81,12 +92,12 @@ class Prior(NamedTuple):
 
     @property
     def hidden_size(self) -> int:
-        return int(self.project.shape[0])
+        return int(self.project.shape[1])
 
     def save(self, path: Path | str, *, fingerprint: str) -> None:
         """Write atomically. fingerprint: of the model, without the types of its weights."""
         arrays = self._asdict()
-        for name in ("embed", "output"):
+        for name in _INTEGERS:
             arrays[name] = arrays[name].view(np.uint8)
         FORMAT.write(path, arrays, fingerprint=fingerprint)
 
@@ -99,7 +110,7 @@ class Prior(NamedTuple):
                 raise ArrayFileError(f"{path} is damaged: {name} has values that cannot be")
         if arrays["ids"].shape[0] % LANES:
             raise ArrayFileError(f"{path} is damaged, or of a model of another size")
-        for name in ("embed", "output"):
+        for name in _INTEGERS:
             arrays[name] = arrays[name].view(np.int8)
         return cls(**arrays)
 
@@ -111,7 +122,7 @@ class PriorView(NamedTuple):
     that was drawn from it. start: float32 [WIDTH], the state behind that token, once it was asked
     for. most: ids behind it that are followed. states: float32 [nodes + 1, WIDTH], scratch: behind
     the text, then behind each node; NaN where it is not known, as in start. sums: float32 [WIDTH],
-    numbers: int16 [WIDTH], scratch.
+    numbers: int16 [the larger of WIDTH and the hidden size], scratch.
 
     What was scored last, of all sessions: scored: float32 [_KEPT, WIDTH], states. scores: float32
     [_KEPT, outputs] and totals: float32 [_KEPT], what `score` says of each. turn: int32 [1], which
@@ -135,16 +146,14 @@ class PriorView(NamedTuple):
 def integers_of(rows: Float32) -> tuple[Int8, Float32]:
     """Rows as int8, and what each is multiplied by."""
     scale = np.maximum(np.abs(rows).max(axis=1), 1e-6).astype(np.float32) / np.float32(127)
-    return np.rint(rows / scale[:, None]).astype(np.int8), scale
+    return np.rint(rows / scale[:, None]).astype(np.int8, order="C"), scale
 
 
 NO_HIDDEN: Float32 = np.empty(0, np.float32)
 """The state of a text of which none is known."""
 _NO_ROWS, _NO_BYTES = np.empty((0, WIDTH), np.float32), np.empty((0, WIDTH), np.int8)
-_NO_HEAD = Prior(
-    np.empty(0, np.int32), _NO_ROWS, NO_HIDDEN, _NO_BYTES, NO_HIDDEN, _NO_ROWS, NO_HIDDEN,
-    _NO_BYTES, NO_HIDDEN, NO_HIDDEN,
-)  # fmt: skip
+_NO_MATRIX = _NO_BYTES, NO_HIDDEN, NO_HIDDEN
+_NO_HEAD = Prior(np.empty(0, np.int32), *_NO_MATRIX, _NO_BYTES, NO_HIDDEN, *_NO_MATRIX, *_NO_MATRIX)
 NO_PRIOR = PriorView(
     _NO_HEAD, NO_HIDDEN, 0, NO_HIDDEN, 0, _NO_ROWS, NO_HIDDEN, np.empty(0, np.int16),
     _NO_ROWS, _NO_ROWS, NO_HIDDEN, np.empty(0, np.int32),
@@ -161,7 +170,7 @@ class PriorScratch:
         self._scratch = (
             np.zeros((MOST_NODES + 1, WIDTH), np.float32),
             np.zeros(WIDTH, np.float32),
-            np.zeros(WIDTH, np.int16),
+            np.zeros(max(WIDTH, prior.hidden_size), np.int16),
             np.full((_KEPT, WIDTH), np.nan, np.float32),
             np.zeros((_KEPT, prior.ids.shape[0]), np.float32),
             np.zeros(_KEPT, np.float32),
@@ -183,6 +192,28 @@ def _settle(sums: Float32, states: Float32x2, row: int) -> None:
             value = np.float32(-1e4)
         value = min(value, np.float32(1e4))
         states[row, i] = value / (np.float32(1.0) + abs(value))
+
+
+@inlined
+def _multiply(
+    matrix: Int8x2, width: int, scale: Float32, unit: np.float32, bias: Float32, numbers: Int16,
+    out: Float32,
+) -> None:  # fmt: skip
+    """out = bias + matrix @ numbers, each row times its scale and the unit of the numbers. width:
+    of the matrix, a constant where it is known: the loop is faster then by a third."""
+    for row in range(matrix.shape[0]):
+        total = np.int32(0)
+        for i in range(width):
+            total += np.int32(numbers[i]) * np.int32(matrix[row, i])
+        # A sum of int32 is one of int64 to the compiler, unless only 32 bits of it are asked for.
+        out[row] = np.float32(np.int32(total)) * (scale[row] * unit) + bias[row]
+
+
+@inlined
+def _write_numbers(prior: PriorView, row: int) -> None:
+    """The state of a row in integers."""
+    for i in range(WIDTH):
+        prior.numbers[i] = np.int16(np.rint(prior.states[row, i] * np.float32(127.0)))
 
 
 @inlined
@@ -208,12 +239,11 @@ def go_on(prior: PriorView, parent: int, token: int, row: int, followed: int) ->
     if not known or not 0 <= token < prior.head.embed.shape[0]:
         states[row, 0] = np.nan
         return -1
-    for i in range(WIDTH):
-        prior.sums[i] = prior.head.recur_bias[i]
-    for j in range(WIDTH):
-        value = states[parent, j]
-        for i in range(WIDTH):
-            prior.sums[i] += value * prior.head.recur[j, i]
+    head = prior.head
+    _write_numbers(prior, parent)
+    _multiply(
+        head.recur, WIDTH, head.recur_scale, _UNIT, head.recur_bias, prior.numbers, prior.sums
+    )
     _add_id(prior, token)
     _settle(prior.sums, states, row)
     return followed + 1
@@ -231,12 +261,22 @@ def begin(prior: PriorView, text: Int32x2, size: int) -> int:
         return -1
     states, start = prior.states, prior.start
     if np.isnan(start[0]):
-        for i in range(WIDTH):
-            prior.sums[i] = prior.head.project_bias[i]
-        for j in range(prior.hidden.shape[0]):
-            value = prior.hidden[j]
-            for i in range(WIDTH):
-                prior.sums[i] += value * prior.head.project[j, i]
+        head, num, largest = prior.head, prior.hidden.shape[0], np.float32(1e-6)
+        for j in range(num):
+            value = abs(prior.hidden[j])
+            largest = value if value > largest else largest
+        # A sum of so many products is an int32.
+        most = np.float32(min(1 << _STATE_BITS, (1 << 24) // max(num, 1)) - 1)
+        unit = largest / most
+        for j in range(num):
+            value = prior.hidden[j] / unit
+            if not value > -most:  # NaN, too
+                value = -most
+            prior.numbers[j] = np.int16(np.rint(min(value, most)))
+        _multiply(
+            head.project, num, head.project_scale, unit, head.project_bias, prior.numbers,
+            prior.sums,
+        )  # fmt: skip
         _add_id(prior, token)
         _settle(prior.sums, states, 0)
         for i in range(WIDTH):
@@ -288,13 +328,11 @@ def score(prior: PriorView, row: int) -> int:
     num = head.output.shape[0]
     for i in range(WIDTH):
         prior.scored[place, i] = prior.states[row, i]
-        prior.numbers[i] = np.int16(np.rint(prior.states[row, i] * np.float32(127.0)))
-    for f in range(num):
-        total = np.int32(0)
-        for i in range(WIDTH):
-            total += np.int32(prior.numbers[i]) * np.int32(head.output[f, i])
-        # A sum of int32 is one of int64 to the compiler, unless only 32 bits of it are asked for.
-        scores[place, f] = np.float32(np.int32(total)) * head.output_scale[f] + head.output_bias[f]
+    _write_numbers(prior, row)
+    _multiply(
+        head.output, WIDTH, head.output_scale, _UNIT, head.output_bias, prior.numbers,
+        scores[place],
+    )  # fmt: skip
     # A loop for each: one that keeps its numbers and adds them up is not compiled to vectors.
     for i in range(LANES):
         sums[i] = scores[place, i]

@@ -261,17 +261,16 @@ class _Head(nn.Module):
             output, output_scale = integers_of(
                 functional.pad(self.outputs(), (0, 0, 0, pad)).numpy()
             )
-            weights = (self.project.weight * self.scale).T.contiguous().numpy()
             return Prior(
                 np.concatenate((ids, np.full(1 + pad, -1, np.int32))),
-                weights,
+                *integers_of((self.project.weight * self.scale).numpy()),
                 self.project.bias.numpy().copy(),
                 embed,
                 embed_scale,
-                self.recur.weight.T.contiguous().numpy(),
+                *integers_of(self.recur.weight.numpy()),
                 self.recur.bias.numpy().copy(),
                 output,
-                output_scale / np.float32(127),
+                output_scale,
                 functional.pad(self.bias, (0, pad), value=-100.0).numpy(),
             )
 

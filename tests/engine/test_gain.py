@@ -152,6 +152,26 @@ def test_one_node_is_taken_just_where_it_is_claimed_at_least_so_much(
         assert choose(gain, [seat], [gain.least[:1] * share], shape, 16) == [num]
 
 
+def test_the_least_claim_is_that_of_whoever_is_trusted_most() -> None:
+    """Of two scopes; and of an answer whose own drafts miss, less of its claims is trusted."""
+    for share, num in ((0.99, 0), (1.01, 1)):
+        gain = Gain(_line(0.01, 0.001))
+        trusted, doubted = gain.seat("a", knows=True), gain.seat("b", knows=True)
+        for claim in (0.1, 0.25, 0.5, 0.75, 0.95):
+            note_drafts(gain, doubted, np.full(64, claim), range(int(16 * claim)))
+        nothing, shape = np.empty(0), StepShape(2, 2, 0.0)
+        for turn in (slice(None), slice(None, None, -1)):
+            seats = [trusted, doubted][turn]
+            gain.ask(seats, shape, 16)
+            trees = [gain.least[:1] * share, nothing][turn]
+            assert choose(gain, seats, trees, shape, 16) == [num, 0][turn]
+        other = gain.seat("b")
+        for claim in (0.1, 0.25, 0.5, 0.75, 0.95):
+            note_drafts(gain, other, np.full(256, claim), range(int(256 * claim)))
+        gain.ask([doubted], _alone(1), 16)
+        assert choose(gain, [doubted], [gain.least[:1] * share], _alone(1), 16) == [num]
+
+
 def test_a_grammar_s_tokens_are_certain_whatever_was_claimed_before() -> None:
     gain = Gain(_line(0.01, 0.005))
     seat = gain.seat("a")

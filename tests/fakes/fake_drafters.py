@@ -254,8 +254,8 @@ def random_prior(
     ids[ids >= vocab_size] = -1
     ids[-1] = -1
     return Prior(
-        ids, numbers(hidden_size, WIDTH), numbers(WIDTH), embed, embed_scale,
-        numbers(WIDTH, WIDTH), numbers(WIDTH), output, output_scale / np.float32(127),
+        ids, *integers_of(numbers(hidden_size, WIDTH).T), numbers(WIDTH), embed, embed_scale,
+        *integers_of(numbers(WIDTH, WIDTH).T), numbers(WIDTH), output, output_scale,
         numbers(num_outputs),
     )  # fmt: skip
 

@@ -36,12 +36,16 @@ def reference(prior: Prior, hidden: Float32, ids: list[int]) -> Float32:
     def settled(sums: Float32) -> Float32:
         return sums / (1 + np.abs(sums))
 
-    embed = prior.embed * prior.embed_scale[:, None]
-    state = settled(hidden @ prior.project + prior.project_bias + embed[ids[0]])
+    def product(name: str, values: Float32, unit: np.float32) -> Float32:
+        sums = getattr(prior, name).astype(np.int32) @ np.rint(values / unit).astype(np.int32)
+        rows: Float32 = np.float32(sums) * (getattr(prior, f"{name}_scale") * unit)
+        return rows + getattr(prior, f"{name}_bias")
+
+    embed, unit = prior.embed * prior.embed_scale[:, None], np.float32(1 / 127)
+    state = settled(product("project", hidden, np.abs(hidden).max() / 4095) + embed[ids[0]])
     for token in ids[1:]:
-        state = settled(state @ prior.recur + prior.recur_bias + embed[token])
-    numbers = np.rint(state * 127).astype(np.int32)
-    logits = numbers @ prior.output.T.astype(np.int32) * prior.output_scale + prior.output_bias
+        state = settled(product("recur", state, unit) + embed[token])
+    logits = product("output", state, unit)
     chances: Float32 = np.exp(logits - logits.max())
     return chances / chances.sum()
 
@@ -116,7 +120,7 @@ def test_a_file_gives_back_what_was_saved_to_its_model(tmp_path: Path) -> None:
         {"ids": np.zeros(OUTPUTS, np.int64)},
         {"embed": np.zeros((VOCAB, WIDTH - 1), np.uint8)},
         {"embed_scale": np.zeros(VOCAB - 1, np.float32)},
-        {"recur": np.full((WIDTH, WIDTH), np.nan, np.float32)},
+        {"recur_scale": np.full(WIDTH, np.nan, np.float32)},
         {"output_bias": np.full(OUTPUTS, 1e30, np.float32)},
         {"project": None},
         {"ids": np.zeros(8, np.int32), "output": np.zeros((8, WIDTH), np.uint8),
@@ -128,7 +132,7 @@ def test_arrays_that_cannot_be_are_refused(
 ) -> None:
     prior, file = make_prior(), tmp_path / "a.prior"
     arrays: dict[str, np.ndarray] = prior._asdict()
-    arrays |= {name: arrays[name].view(np.uint8) for name in ("embed", "output")}
+    arrays |= {n: a.view(np.uint8) for n, a in arrays.items() if a.dtype == np.int8}
     kept = {n: change.get(n, a) for n, a in arrays.items()}
     FORMAT.write(file, {n: a for n, a in kept.items() if a is not None}, fingerprint="model")
     with pytest.raises(ArrayFileError):
