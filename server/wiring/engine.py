@@ -256,7 +256,7 @@ class _Vocabularies:
 
 
 def prior_file(fingerprint: str) -> Path:
-    """Where the prior of a model lies, once `tailor models prior` has made it. The 2 is its
+    """Where the prior of a model lies, once `tailor models prior` has made it. The 3 is its
     format's version (drafters.auto.prior): one of another is not found, so that it is made anew."""
     return cache_dir() / "priors" / f"{model_fingerprint(fingerprint)[:24]}-3.prior"
 
