@@ -351,14 +351,16 @@ def test_held_out_evidence_is_a_place_to_begin(corpus: Corpus) -> None:
     """What was held out fixes the weights and counts no more than any prior."""
     assert corpus.evidence.shape == (2, NUM_CELLS)
     trust, plain = AutoDrafter(corpus=corpus).trust, Trust()
-    begun = trust.weights.copy()
+    begun, claims = trust.weights.copy(), trust.factors.copy()
     assert trust.evidence.sum() == 0.0 and not np.allclose(begun, plain.weights)
+    assert not np.allclose(claims, plain.factors)
     assert AutoDrafter(corpus=corpus, trust=plain).trust is plain
     cell = int(np.argmax(corpus.evidence[0]))
     assert corpus.evidence[0, cell] > 50.0
     trust.evidence[0, cell] += 100.0  # asked, and never right
     trust.update()
     assert trust.weights[cell] < 0.3 * begun[cell]
+    np.testing.assert_allclose(trust.factors, claims)
 
 
 def test_nodes_that_would_not_be_verified_are_not_looked_for() -> None:
