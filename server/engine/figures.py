@@ -257,11 +257,10 @@ class StepFigures:
             num_draws = batch.draw_rows.shape[0] if batch.num_likely else 0
             likely_s = self._cost.likely_s * num_draws
             self._cost.observe(num_rows, built.num_keys, model_s - likely_s)
-        host, num_decode = self._gain.host, rows.num_rows - rows.num_prefill_rows
-        if num_decode:
-            host.observe_prompts(rows.num_prefill_rows, num_alike)
-        if not rows.num_prefill_rows:
-            host.observe(num_decode, trees.num_asked, host_s)
-        head_s, has_prompt = results.head_s, rows.num_prefill_rows > 0
+        num_prompt = rows.num_prefill_rows
+        if rows.num_rows > num_prompt:
+            num_decode = rows.num_rows - num_prompt
+            self._gain.host.observe(num_decode, trees.num_asked, host_s, num_prompt, num_alike)
+        head_s = results.head_s
         if head_s > 0.0:
-            self._slices.observe(batch, model_s - head_s, head_s, has_prompt)
+            self._slices.observe(batch, model_s - head_s, head_s, num_prompt > 0)

@@ -140,8 +140,14 @@ def correct(
 
 @entry
 @compiled
-def note_host(fit: Belief, most: float, num_draws: float, num_asked: float, step_s: float) -> None:
+def note_host(
+    numbers: Float64, fit: Belief, most: float, num_draws: float, num_asked: float, step_s: float,
+    prompt_rows: int, num_steps: int,
+) -> None:  # fmt: skip
     """See HostTimes.observe."""
+    numbers[4] += (prompt_rows - numbers[4]) * (1.0 - (1.0 - 1.0 / MEMORY) ** num_steps)
+    if prompt_rows:
+        return
     x, known = fit[3][0], 0.0
     x[0], x[1], x[2], x[3] = 1.0, num_draws, min(1.0, num_asked), num_asked
     for i in range(4):
@@ -318,14 +324,20 @@ class HostTimes:
         self._fit: Belief = (self.numbers[:4], *fit[1:])
         self._most = float(np.trace(self._fit[1]))
 
-    def observe(self, num_draws: int, num_asked: int, seconds: float) -> None:
-        """A step without rows of prompts."""
-        note_host(self._fit, self._most, float(num_draws), float(num_asked), seconds)
-
-    def observe_prompts(self, num_rows: int, num_steps: int = 1) -> None:
-        """So many steps in which somebody decodes beside so many rows of prompts."""
-        is_known = 1.0 - (1.0 - 1.0 / MEMORY) ** num_steps
-        self.numbers[4] += (num_rows - self.numbers[4]) * is_known
+    def observe(
+        self,
+        num_draws: int,
+        num_asked: int,
+        seconds: float,
+        prompt_rows: int = 0,
+        num_steps: int = 1,
+    ) -> None:
+        """So many steps in which somebody decodes, beside so many rows of prompts: only those
+        without any tell what the host takes."""
+        note_host(
+            self.numbers, self._fit, self._most, float(num_draws), float(num_asked), seconds,
+            prompt_rows, num_steps,
+        )  # fmt: skip
 
     def plain(self, num_draws: int) -> float:
         """Seconds of a step without drafts."""

@@ -228,8 +228,8 @@ def test_a_token_saves_little_where_long_prompts_come_all_the_time() -> None:
     and past the last measured step a row is as dear as any."""
     quiet, short, long = (Gain(_line(4e-3, 0.4e-3)) for _ in range(3))
     for _ in range(200):
-        short.host.observe_prompts(8)
-        long.host.observe_prompts(2000)
+        short.host.observe(1, 0, 1.0, 8)
+        long.host.observe(1, 0, 1.0, 2000)
     trees = [[0.9, 0.5, 0.45]] * 4
     num = [sum(_choose(gain, trees, _alone(4))) for gain in (quiet, short, long)]
     assert num[0] == num[1] > num[2]

@@ -182,7 +182,7 @@ def host_after_twenty_quick_steps() -> float:
 def rows_after_32_prompts() -> float:
     times = HostTimes(1.0)
     for _ in range(32):
-        times.observe_prompts(1)
+        times.observe(1, 0, 1.0, 1)
     return float(times.numbers[4])
 
 

@@ -143,5 +143,5 @@ def test_the_host_s_seconds_are_told_apart_by_choices_and_asks() -> None:
     assert times.asking(2) == pytest.approx(4e-4, rel=0.6)
     assert times.numbers[4] == 0.0
     for i in range(200):
-        times.observe_prompts(30 * (i % 2))
+        times.observe(1, 0, times.plain(1), 30 * (i % 2))
     assert times.numbers[4] == pytest.approx(15.0, rel=0.1)
