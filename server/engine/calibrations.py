@@ -25,7 +25,7 @@ from drafters.shared_counts import added, is_empty, since
 from server.types import NO_SCOPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from drafters.auto.retrieval import Seen
     from drafters.auto.tree_builder import Workspace
@@ -44,9 +44,11 @@ TableKey = tuple[str, str, str, str]
 _log = logging.getLogger(__name__)
 
 MAX_TABLES = 512  # a quarter of a MB each
+MAX_TABLE_FILES = 2048  # of 0.15 MB: corpora and adapters come and go, and each leaves one a tenant
 MAX_TABLES_TOLD = 64  # calibration files of one task that a report reads
 MAX_ROWS = 400  # of a calibration table in a report
 MAX_SEEN = 64  # scopes whose likely ids (2.5 MB at most) and last outputs are kept
+OF_SALT = "~"  # in the name of a file that a cache_salt left
 TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
 
 
@@ -259,7 +261,7 @@ class Calibrations:
             # A copy: the engine goes on counting while the worker writes.
             snapshot = copy.deepcopy(table)
             used = {(key[0], key[1], key[3])}
-            self._write_later(partial(self._write, lambda: snapshot.save(path), used))
+            self._write_later(partial(self._write, partial(_save, snapshot, path), used))
             if self._tell is not None:
                 now = table.counts()
                 counted = since(now, self._told[key])
@@ -308,6 +310,21 @@ class Calibrations:
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("tokens per step are counted anew: %s", error)
         return tallies
+
+
+def _save(table: Table, path: Path) -> None:
+    is_new = not path.exists()
+    table.save(path)
+    if is_new:
+        keep_some(path.parent.glob("calibration-*.json"), MAX_TABLE_FILES)
+
+
+def keep_some(files: Iterable[Path], most: int) -> None:
+    """Delete all but so many: those of salts go first, then those that were written longest ago.
+    Raises OSError."""
+    going = sorted(files, key=lambda path: (OF_SALT not in path.name, path.stat().st_mtime))
+    for path in going[: max(0, len(going) - most)]:
+        path.unlink(missing_ok=True)
 
 
 def digest(*parts: str) -> str:

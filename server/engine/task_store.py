@@ -47,7 +47,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError
-from server.engine.calibrations import Calibrations, digest
+from server.engine.calibrations import OF_SALT, Calibrations, digest, keep_some
 from server.engine.draft import DrafterRegistry
 from server.engine.sequence import Sequence
 from server.types import SpeculationParams
@@ -138,7 +138,6 @@ class Exchange(Protocol):
 
 MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
 MAX_FILES = 256  # learned files in an engine's folder; of salts, which clients invent, go first
-_OF_SALT = "~"  # in such a file's name
 MAX_HELD_TOKENS = 1_000_000  # in all reservoirs in memory and their layers
 
 
@@ -188,18 +187,12 @@ class Reservoir:
         self.outputs = outputs
 
     def save(self, path: Path) -> bool:
-        """Write it; of too many files of the folder those of salts go first, then the oldest.
-        Whether that was possible."""
+        """Write it, and keep no more such files than may be. Whether that was possible."""
         key = self.wanted.key
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.outputs.save(path, fingerprint=self.fingerprint, scope=digest(*key))
-            files = sorted(
-                path.parent.glob("learned-*.bin"),
-                key=lambda p: (_OF_SALT not in p.name, p.stat().st_mtime),
-            )
-            for old in files[: max(0, len(files) - MAX_FILES)]:
-                old.unlink(missing_ok=True)
+            keep_some(path.parent.glob("learned-*.bin"), MAX_FILES)
             return True
         except OSError as error:
             _log.warning("task %s: what it learned could not be written: %s", key[0], error)
@@ -423,7 +416,7 @@ class TaskStore:
     def _learned_file(self, key: Key) -> Path | None:
         if self._folder is None or self._exchange is not None:
             return None
-        of_salt = "" if key[1].endswith("\0") else _OF_SALT
+        of_salt = "" if key[1].endswith("\0") else OF_SALT
         return self._folder / f"learned-{digest(key[0])}-{digest(key[1])}{of_salt}.bin"
 
     # -- the worker -------------------------------------------------------------------------

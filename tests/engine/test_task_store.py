@@ -383,6 +383,21 @@ def test_a_calibration_that_is_put_away_is_written(
     assert _evidence(start(tmp_path), "b\0") == pytest.approx(evidence, rel=1e-3) and evidence > 0
 
 
+def test_files_of_calibrations_are_bounded_and_the_oldest_go(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each corpus and adapter that was ever served has one a tenant."""
+    monkeypatch.setattr("server.engine.calibrations.MAX_TABLE_FILES", 3)
+    plain = SpeculationParams("auto", 5)
+    for name in ("a", "b", "c", "a", "d", "e"):
+        engine = start(tmp_path)
+        finish(engine, *_wave(name, 5, speculation=plain, tenant=name))
+        engine.close()
+    last = start(tmp_path)
+    kept = {name for name in "abcde" if _evidence(last, f"{name}\0")}
+    assert kept == {"a", "d", "e"} and len(list(tmp_path.glob("calibration-*"))) == 3
+
+
 def test_old_requests_count_less_in_the_tokens_a_step_that_are_told(start: Start) -> None:
     """A task that drafts better from some day on is soon told to."""
     memory = _memory(start(None))
