@@ -63,6 +63,10 @@ class CorpusFiles:
             except (OSError, ArrayFileError) as error:
                 log.error("task %s drafts without its corpus: %s", task, error)
                 known = stamp, None, ""
+            # That of an earlier upload is gone, and takes its room on disk while it is mapped.
+            for old, (_, held, _) in list(self._known.items()):
+                if held is not None and not os.path.exists(old.partition(" ")[2]):
+                    del self._known[old]
             self._known[key] = known
             if len(self._known) > self._MOST:
                 self._known.popitem(last=False)

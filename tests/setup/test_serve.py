@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import urllib.error
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from drafters import DRAFTER_NAMES
+from drafters.corpus import build_corpus
 from server.api.serving import listen
 from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, ModelError, UnsupportedModelError
 from server.types import SpeculationParams
-from server.wiring.drafter import make_task_drafter
+from server.wiring.drafter import CorpusFiles, make_task_drafter
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from tests.api.live import as_key
@@ -376,6 +379,19 @@ def test_a_task_drafts_without_a_corpus_that_is_missing_and_says_so(
     assert session.propose(8, 4).token_ids[0] == 3, "from the prompt alone"
     session.close()
     assert "task t drafts without its corpus: " in caplog.text and "none.bin" in caplog.text
+
+
+def test_a_corpus_whose_file_is_gone_is_let_go_when_another_is_read(tmp_path: Path) -> None:
+    files, held = CorpusFiles(), list[weakref.ref[Any]]()
+    for name in ("old", "new"):
+        build_corpus([((1, 2), (3,))], fingerprint="f").save(tmp_path / name)
+        corpus, _ = files.load(str(tmp_path / name), "f", "t")
+        assert corpus is not None
+        held.append(weakref.ref(corpus.token_ids))
+        del corpus
+        (tmp_path / name).unlink()
+    gc.collect()
+    assert [one() is None for one in held] == [True, False]
 
 
 def test_bigrams_of_another_model_are_refused(tmp_path: Path) -> None:
