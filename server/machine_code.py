@@ -55,18 +55,16 @@ def jobs_of(target: Target) -> list[Job]:
     ]
 
 
-def is_ready() -> bool:
-    """Whether all code of this CPU comes with the packages, or lies in the cache as libraries."""
-    return all(library.find_library(job.package, job.target) for job in jobs_of(chosen()))
+def missing(jobs: Iterable[Job]) -> list[Job]:
+    """Those whose code neither comes with the packages nor lies in the cache as a library."""
+    return [job for job in jobs if library.find_library(job.package, job.target) is None]
 
 
 def make_ready() -> None:
     """Have all code of this CPU. Raises RuntimeError where it can neither be found nor made."""
-    if is_ready():
-        return
-    with library.alone(library.code_folder() / f"{chosen().name}.lock"):
-        if not is_ready():
-            make(jobs_of(chosen()))
+    if missing(jobs_of(chosen())):
+        with library.alone(library.code_folder() / f"{chosen().name}.lock"):
+            make(missing(jobs_of(chosen())))
 
 
 def make(
@@ -188,11 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheel", type=Path, metavar="FOLDER", help="a wheel's files")
     parser.add_argument("--machine", default=platform.machine(), help="that the wheel is for")
     parser.add_argument("--target", action="append", help=", ".join([*TARGETS, NATIVE]))
-    parser.add_argument("--check", action="store_true", help="only tell whether all is there")
     options = parser.parse_args(arguments)
-    if options.check:
-        print("ready" if is_ready() else "not compiled yet")
-        return 0 if is_ready() else 1
     targets = [chosen()]
     if options.wheel is not None:
         own = [t for t in TARGETS.values() if t.triple.startswith(options.machine)]
@@ -201,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         targets = [TARGETS[name] if name in TARGETS else chosen() for name in options.target]
     jobs = [job for target in targets for job in jobs_of(target)]
     if options.wheel is None:
-        jobs = [job for job in jobs if library.find_library(job.package, job.target) is None]
+        jobs = missing(jobs)
     try:
         if jobs:
             _shown(jobs, options.wheel)

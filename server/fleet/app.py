@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -29,8 +28,8 @@ from server import logs
 from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_config
 from server.fleet.budgets import Budgets, FleetUses
 from server.fleet.changes import ChangeLog, SharedTasks
-from server.fleet.desk import Desk, Standing
-from server.fleet.far_engine import FleetState, ReplicaLostError
+from server.fleet.desk import Desk, FleetState, Standing
+from server.fleet.far_engine import ReplicaLostError
 from server.fleet.learning.builder import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, version_of
 from server.fleet.replica import CONTROL_S, EngineReplica
@@ -78,7 +77,8 @@ class ServeReplicas:
 
     async def state(self) -> FleetState:
         """What the desk knows of the replicas now."""
-        return FleetState(*await self._desk.state(self._model))
+        found: FleetState = await self._desk.state(self._model)
+        return found
 
     async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
         """The answers of all replicas to one control."""
@@ -171,10 +171,6 @@ class EngineDeployment(EngineReplica):
         await self._tell_once()
         self._telling = asyncio.create_task(self.tell())
 
-    async def pid(self, replica: str) -> int:
-        """The replica's process, for those who test what happens when it dies."""
-        return os.getpid()
-
     def record_routing_stats(self) -> dict[str, Any]:
         """What the router reads; see TaskRouter."""
         return {
@@ -200,9 +196,8 @@ class EngineDeployment(EngineReplica):
                 log.warning("the desk was not told: %r", error)
 
     async def _tell_once(self) -> None:
-        node = ray.get_runtime_context().get_node_id()
         name, model = self.spec.name, self.spec.model
-        await self._desk.tell(Standing(name, model, self.replica_id, node, self.info, self.figures))
+        await self._desk.tell(Standing(name, model, self.replica_id, self.info, self.figures))
         orders = await self._changes.orders(model)
         if orders is not None:
             await self.know(orders)

@@ -27,9 +27,19 @@ class Standing:
     name: str
     model: str
     replica_id: str
-    node: str
     info: ModelInfo
     figures: list[FigureValue]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """What is known of a model's replicas: one's info (None before any is ready) and the figures of
+    each by its name, in the order of the info's (none of one whose engine died). left: names of
+    those that have ended because they were asked to."""
+
+    info: ModelInfo | None
+    figures: dict[str, list[FigureValue]]
+    left: frozenset[str] = frozenset()
 
 
 class Desk:
@@ -56,15 +66,15 @@ class Desk:
         if (told := self._standings.pop(replica_id, None)) is not None:
             self._left.add(told[1].name)
 
-    def standings(self, model: str | None = None) -> list[Standing]:
-        """The replicas that are there, of one model or of all, by name."""
+    def standings(self, model: str) -> list[Standing]:
+        """The replicas of a model that are there, by name."""
         oldest_s = self._clock() - GONE_AFTER_S
         self._standings = {
             key: (told_s, standing)
             for key, (told_s, standing) in self._standings.items()
             if told_s >= oldest_s
         }
-        found = [s for _, s in self._standings.values() if model is None or s.model == model]
+        found = [standing for _, standing in self._standings.values() if standing.model == model]
         return sorted(found, key=lambda standing: (standing.name, standing.replica_id))
 
     def number(self, model: str, rank: int) -> int:
@@ -80,14 +90,11 @@ class Desk:
         self._given[name] = rank, now_s
         return number
 
-    def state(
-        self, model: str
-    ) -> tuple[ModelInfo | None, dict[str, list[FigureValue]], frozenset[str]]:
-        """For the ingresses: far_engine.FleetState. The info is there also when all engines sleep;
-        None before any told it."""
+    def state(self, model: str) -> FleetState:
+        """For the ingresses. The info is there also when all engines sleep."""
         figures = {s.name: s.figures for s in self.standings(model)}
         left = frozenset(name for name in self._left if name.rpartition("/")[0] == model)
-        return self._infos.get(model), figures, left
+        return FleetState(self._infos.get(model), figures, left)
 
     def own(self, owner: str) -> None:
         """Who has deployed the fleet last, and takes it away in the end."""

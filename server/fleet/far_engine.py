@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 from server import channel
 from server.errors import EngineDiedError, NoEngineError, QueueTimeoutError, TailorError
+from server.fleet.desk import FleetState
 from server.fleet.replica import LOST
 from server.fleet.routing import Job, prefix_chain
-from server.types import Delta, FigureValue, ModelInfo, Request, StepCounts
+from server.types import Delta, Request, StepCounts
 
 log = logging.getLogger("tailor.fleet")
 
@@ -43,17 +44,6 @@ class ReplicaLostError(Exception):
         super().__init__(message)
         self.replica_id = replica_id
         self.taken = taken
-
-
-@dataclass(frozen=True, slots=True)
-class FleetState:
-    """What is known of a model's replicas: one's info (None before any is ready) and the figures of
-    each by its name, in the order of the info's (none of one whose engine died). left: names of
-    those that have ended because they were asked to."""
-
-    info: ModelInfo | None
-    figures: dict[str, list[FigureValue]]
-    left: frozenset[str] = frozenset()
 
 
 class Replicas(Protocol):

@@ -20,7 +20,8 @@ from server.api.serving import serve
 from server.errors import DrainingError
 from server.fleet.budgets import FleetUses
 from server.fleet.changes import SharedTasks
-from server.fleet.far_engine import FleetHandle, FleetState, Replicas
+from server.fleet.desk import FleetState
+from server.fleet.far_engine import FleetHandle, Replicas
 from server.metrics import Metrics
 
 if TYPE_CHECKING:

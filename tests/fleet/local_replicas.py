@@ -11,7 +11,8 @@ from typing import Any
 
 from server.api.engines.client import EngineSpec
 from server.config import RestartConfig
-from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError
+from server.fleet.desk import FleetState
+from server.fleet.far_engine import FleetHandle, ReplicaLostError
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job, ReplicaView, TaskRouting
 from tests.waiting import until

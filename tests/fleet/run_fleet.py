@@ -284,6 +284,15 @@ def _standings() -> list[Any]:
     return standings
 
 
+def _actor(standing: Any) -> dict[str, Any]:
+    """What Ray knows of a replica."""
+    from ray._private.state import actors
+
+    named = {one["Name"].rpartition("#")[2]: one for one in actors().values()}
+    found: dict[str, Any] = named[standing.replica_id]
+    return found
+
+
 def _figure(standing: Any, name: str) -> Any:
     names = [figure.name for figure in standing.info.figures]
     return standing.figures[names.index(name)] if standing.figures else 0
@@ -300,17 +309,13 @@ def _mean_step(standing: Any) -> tuple[float, float]:
 
 def _process_of_one(name: str) -> int:
     """The process of the engine replica with this name, or of the one with most requests."""
-    from ray import serve
-
     busiest = max(_standings(), key=lambda s: (s.name == name, _figure(s, "num_requests_running")))
-    engines = serve.get_deployment_handle("engine-tiny", APPLICATION)
-    pid: int = engines.pid.remote(replica=busiest.replica_id).result()
-    return pid
+    return int(_actor(busiest)["Pid"])
 
 
 def _lose_one(nodes: Any) -> str:
     """The node, not the first, with the most engine replicas; how many those were."""
-    homes = [standing.node for standing in _standings()]
+    homes = [_actor(standing)["Address"]["NodeID"] for standing in _standings()]
     node = max(nodes.cluster.worker_nodes, key=lambda node: homes.count(node.node_id))
     nodes.cluster.remove_node(node, allow_graceful=False)
     return str(homes.count(node.node_id))

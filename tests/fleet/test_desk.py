@@ -18,7 +18,7 @@ def test_names_are_of_one_replica_each() -> None:
 
     def tell(number: int, replica_id: str) -> None:
         info = fake_info(vocab_size=64)
-        desk.tell(Standing(f"m/{number}", "m", replica_id, "n", info, []))
+        desk.tell(Standing(f"m/{number}", "m", replica_id, info, []))
 
     tell(0, "a")
     tell(2, "b")  # it was made during an update, beside 0 and 1
@@ -29,14 +29,14 @@ def test_names_are_of_one_replica_each() -> None:
     assert [desk.number("m", rank) for rank in (0, 2)] == [0, 2]
     assert len(desk.standings("m")) == 2
     now_s += GONE_AFTER_S
-    assert desk.standings("m") == [] and desk.state("m")[0] is not None
+    assert desk.standings("m") == [] and desk.state("m").info is not None
     for number in (0, 1):
         tell(number, f"c{number}")
         desk.leave(f"c{number}")
     desk.leave("who")
     tell(0, "d")
-    assert list(desk.state("m")[1]) == ["m/0"] and desk.state("m")[2] == {"m/1"}
-    assert not desk.state("other")[2]
+    assert list(desk.state("m").figures) == ["m/0"] and desk.state("m").left == {"m/1"}
+    assert not desk.state("other").left
 
 
 def test_the_figures_of_replicas_are_added_up() -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from server import channel
 from server.errors import error_for_engine_code
 from server.fleet import far_engine
-from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError
+from server.fleet.desk import FleetState
+from server.fleet.far_engine import FleetHandle, ReplicaLostError
 from server.fleet.routing import Job
 from server.types import Delta, FinishReason, Request, SamplingParams
 from tests.fakes.fake_runner import fake_info

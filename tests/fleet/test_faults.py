@@ -23,7 +23,7 @@ from server import channel
 from server.api.engines.client import EngineClient, EngineSpec
 from server.config import LimitsConfig, RestartConfig
 from server.engine.process import start_process
-from server.fleet.far_engine import FleetState
+from server.fleet.desk import FleetState
 from server.fleet.ingress import FleetMetrics, IngressApp
 from server.fleet.replica import EngineReplica
 from server.metrics import Metrics

@@ -275,11 +275,6 @@ class BuilderLoop:
         self._thread = threading.Thread(target=self._work, name="builder", daemon=True)
         self._thread.start()
 
-    def check_health(self) -> None:
-        """Raises RuntimeError when the thread has ended: the builder is to be replaced."""
-        if not self._thread.is_alive():
-            raise RuntimeError("the builder has ended")
-
     def stop(self) -> None:
         """After the pass in flight."""
         self._stop.set()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from server.api.engines.client import EngineSpec
-from server.fleet.far_engine import FleetState
+from server.fleet.desk import FleetState
 from server.metrics import Metrics
 from tests.api import live
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec
