@@ -81,13 +81,15 @@ Example = tuple[Int32, Int32]
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is wanted of a key, over the task's corpus file, if it has one. generation: counted up
-    where a task forgets. persist: its outputs may be on disk, and travel."""
+    where a task forgets. persist: its outputs may be on disk, and travel. fingerprint: of the
+    ids."""
 
     key: Key
     generation: int
     corpus: str | None
     max_tokens: int
     persist: bool
+    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,8 @@ class Exchange(Protocol):
     def start(self, on_arrival: Callable[[Arrival], None]) -> None:
         """on_arrival: called in a thread of the exchange. Before all else."""
 
-    def open(self, wanted: Wanted, fingerprint: str) -> None:
-        """From now on what others learned of this key is wanted; the last word counts. fingerprint:
-        of the ids."""
+    def open(self, wanted: Wanted) -> None:
+        """From now on what others learned of this key is wanted; the last word counts."""
 
     def append(self, key: Key, example: Example) -> None:
         """An output that was finished; of a key that is open."""
@@ -143,12 +144,11 @@ MAX_HELD_TOKENS = 1_000_000  # in all reservoirs in memory and their layers
 
 @dataclass(slots=True)
 class Reservoir:
-    """fingerprint: of the ids. num_unbuilt, num_unsaved: outputs that are in no layer, in no file.
-    is_wanted: whether its layer is drafted from now. Times are time.monotonic()."""
+    """num_unbuilt, num_unsaved: outputs that are in no layer, in no file. is_wanted: whether its
+    layer is drafted from now. Times are time.monotonic()."""
 
     wanted: Wanted
     outputs: LearnedOutputs
-    fingerprint: str
     num_unbuilt: int = 0
     num_unsaved: int = 0
     is_wanted: bool = True
@@ -168,7 +168,8 @@ class Reservoir:
         """What `save` wrote, where that is there and right."""
         key = self.wanted.key
         try:
-            self.outputs.restore(path, fingerprint=self.fingerprint, scope=digest(*key))
+            fingerprint = self.wanted.fingerprint
+            self.outputs.restore(path, fingerprint=fingerprint, scope=digest(*key))
             self.num_unbuilt = len(self.outputs)
         except FileNotFoundError:
             pass
@@ -191,7 +192,7 @@ class Reservoir:
         key = self.wanted.key
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.outputs.save(path, fingerprint=self.fingerprint, scope=digest(*key))
+            self.outputs.save(path, fingerprint=self.wanted.fingerprint, scope=digest(*key))
             keep_some(path.parent.glob("learned-*.bin"), MAX_FILES)
             return True
         except OSError as error:
@@ -224,7 +225,8 @@ class TaskStore:
         max_queued: int = 4096,
         exchange: Exchange | None = None,
     ) -> None:
-        """folder: where to keep things, or None. fingerprint: of the tokenizer; of a scope's.
+        """folder: where to keep things, or None. fingerprint: of the tokenizer; of a scope's, which
+        raises ValueError for an adapter that is not loaded.
 
         save_every_s: seconds between writes. build_share: of the time may go into building layers.
         max_scopes: reservoirs in memory; those used longest ago leave it (and are read again when
@@ -312,10 +314,16 @@ class TaskStore:
         if self._jobs.qsize() >= self._max_queued:
             return
         key = (task, scope)
+        # Asked here: the scope's adapter may be unloaded before the worker comes to it.
+        try:
+            fingerprint = self._fingerprint_of(scope)
+        except ValueError:  # it was unloaded while it answered
+            return
         self._opened[key] = corpus
         self._num_learned[task] = self._num_learned.get(task, 0) + 1
         self.seen(task, scope).add(output_ids)
-        wanted = Wanted(key, self._generations.get(task, 0), corpus, max_tokens, persist)
+        generation = self._generations.get(task, 0)
+        wanted = Wanted(key, generation, corpus, max_tokens, persist, fingerprint)
         example = prompt_ids[-MAX_PROMPT:].copy(), output_ids.copy()
         self._put(partial(self._take, wanted, example, is_wanted=not rests))
 
@@ -333,7 +341,8 @@ class TaskStore:
             # cores of its first step.
             if persist or key in self._sizes:
                 self._opened[key] = corpus
-                wanted = Wanted(key, generation, corpus, max_tokens, persist)
+                fingerprint = self._fingerprint_of(scope)
+                wanted = Wanted(key, generation, corpus, max_tokens, persist, fingerprint)
                 self._put(partial(self._open, wanted))
         return None
 
@@ -452,8 +461,7 @@ class TaskStore:
         key = wanted.key
         reservoir = self._reservoirs.get(key)
         if reservoir is None:
-            # Asked once: the scope's adapter may be unloaded before its outputs are written.
-            reservoir = Reservoir(wanted, _outputs(wanted), self._fingerprint_of(key[1]))
+            reservoir = Reservoir(wanted, _outputs(wanted))
             path = self._learned_file(key) if wanted.persist else None
             if path is not None:
                 reservoir.restore(path)
@@ -470,7 +478,7 @@ class TaskStore:
 
     def _open_exchange(self, reservoir: Reservoir) -> None:
         if self._exchange is not None and reservoir.wanted.persist:
-            self._exchange.open(reservoir.wanted, reservoir.fingerprint)
+            self._exchange.open(reservoir.wanted)
 
     def _adopt(self, arrival: Arrival) -> None:
         """What was published, and what was learned here since, takes the place of what is held."""
@@ -542,7 +550,7 @@ class TaskStore:
         began_s = time.monotonic()
         reservoir.num_unbuilt = 0
         base: Corpus | None = None
-        wanted, fingerprint = reservoir.wanted, reservoir.fingerprint
+        wanted, fingerprint = reservoir.wanted, reservoir.wanted.fingerprint
         if wanted.corpus is not None:
             try:
                 base = Corpus.load(wanted.corpus, fingerprint=fingerprint)

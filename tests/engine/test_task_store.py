@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -517,17 +518,28 @@ def test_a_reload_leaves_running_sequences_their_drafter(tmp_path: Path, start: 
 
 
 def test_an_adapter_that_is_unloaded_costs_no_scope_what_it_learned(tmp_path: Path) -> None:
-    """Its vocabulary is gone then: layers are built, and files written, of it and of the others."""
+    """Its vocabulary is gone then: layers are built, and files written, of it and of the others,
+    also of answers that the worker comes to afterwards."""
     loaded = {"adapter@1": "g", "": "f"}
-    store = TaskStore(tmp_path, fingerprint=lambda of: loaded[adapter_of(of)], build_share=1e9)
+
+    def fingerprint_of(scope: str) -> str:
+        if adapter_of(scope) not in loaded:
+            raise ValueError("the adapter is not loaded")
+        return loaded[adapter_of(scope)]
+
+    store = TaskStore(tmp_path, fingerprint=fingerprint_of, build_share=1e9)
     scopes = [scope_of("", "", adapter) for adapter in loaded]
     ids = np.arange(5, dtype=np.int32)
 
+    waits = Event()
+    store._put(waits.wait)  # type: ignore[arg-type]
     for scope in scopes:
         store.learn("task", scope, None, LEARN_TOKENS, ids, ids, True)
+    del loaded["adapter@1"]
+    waits.set()
     settled(store)
     assert [scope for _, scope in store.poll()] == scopes
-    del loaded["adapter@1"]
+    store.learn("task", scopes[0], None, LEARN_TOKENS, ids, ids + 1, True)  # it was still open
     store.refresh()
     settled(store)
     assert [scope for _, scope in store.poll()] == scopes

@@ -61,11 +61,10 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Scope:
-    """Of one key, while it is in memory. fingerprint: of the ids. buffer, counts: not written yet.
-    since_s: when the first of them came."""
+    """Of one key, while it is in memory. buffer, counts: not written yet. since_s: when the first
+    of them came."""
 
     wanted: Wanted
-    fingerprint: str
     writer: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     buffer: list[Example] = field(default_factory=list)
     counts: dict[TableId, Counts] = field(default_factory=dict)
@@ -116,14 +115,14 @@ class SegmentExchange:
         self._on_arrival = on_arrival
         self._thread.start()
 
-    def open(self, wanted: Wanted, fingerprint: str) -> None:
+    def open(self, wanted: Wanted) -> None:
         with self._lock:
             scope = self._scopes.get(wanted.key)
             if scope is None:
-                scope = self._scopes[wanted.key] = _Scope(wanted, fingerprint)
+                scope = self._scopes[wanted.key] = _Scope(wanted)
                 if len(self._scopes) > _MAX_SCOPES:
                     self._scopes.popitem(last=False)
-            scope.wanted, scope.fingerprint = wanted, fingerprint
+            scope.wanted = wanted
             scope.adopted, scope.looked_s = None, float("-inf")  # what is published comes anew
             self._scopes.move_to_end(wanted.key)
 
@@ -251,7 +250,8 @@ class SegmentExchange:
             own = int(digest(scope.writer, str(sent.number)), 16) >> 2
             outputs = segment_of(sent.examples, time.time_ns(), own)
             meta = {"max_tokens": wanted.max_tokens}
-            data = encoded(SharedFile(outputs, told, meta), scope.fingerprint, digest(*wanted.key))
+            file = SharedFile(outputs, told, meta)
+            data = encoded(file, wanted.fingerprint, digest(*wanted.key))
             name = SegmentName(scope.writer, sent.number, hash_of(data))
             sent.path = name.path(scope_folder(self._model, wanted.key, epoch))
             self._storage.write(sent.path, data)
@@ -281,7 +281,7 @@ class SegmentExchange:
             if manifest is None or scope.adopted == (manifest.version, manifest.published_ns):
                 return
             data = read_hashed(self._storage, f"{folder}/{manifest.state}")
-            file = decoded(data, scope.fingerprint, digest(*wanted.key))
+            file = decoded(data, wanted.fingerprint, digest(*wanted.key))
         except (TornError, ArrayFileError) as error:
             log.info("task %s: what was published is left out: %s", wanted.key[0], error)
             return
