@@ -153,10 +153,6 @@ class Budgets:
         return Grant(self.desk_id, (given[0], given[1]), ledger.left(now_s))
 
 
-Ask = Callable[[Claim], Awaitable[Grant]]
-"""Budgets.take of the desk, wherever it is. May raise anything when the desk is away."""
-
-
 class _Part:
     """One limit of a key at one ingress. held: taken and not used. spent: let in without asking."""
 
@@ -229,7 +225,7 @@ class FleetUse:
     def leave(self) -> None:
         self._open -= 1
         if self._seats is not None:
-            self._uses.wake()
+            self._uses.news.set()
 
     async def reserve(self, amount: int) -> None:
         await self._take(self._tokens, amount)
@@ -238,7 +234,7 @@ class FleetUse:
         if self._tokens.is_limited:
             self._tokens.use(-amount, self._uses.clock())
             self._tokens.held += amount
-            self._uses.wake()
+            self._uses.news.set()
 
     async def tell(self) -> None:
         """Tell the desk what is open, and give back what is left of what was taken."""
@@ -326,7 +322,7 @@ class FleetUses:
         keyring = Keyring(keys, uses.of)
         await uses.run()      # until cancelled
 
-    take: asks the desk.
+    take: Budgets.take of the desk, wherever it is; may raise anything while that is away.
     """
 
     def __init__(
@@ -334,7 +330,7 @@ class FleetUses:
         ingress_id: str,
         *,
         num_ingresses: int,
-        take: Ask,
+        take: Callable[[Claim], Awaitable[Grant]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ingress_id = ingress_id
@@ -342,7 +338,7 @@ class FleetUses:
         self.clock = clock
         self._take = take
         self._uses: list[FleetUse] = []
-        self._wake = asyncio.Event()
+        self.news = asyncio.Event()  # something is to be told soon
         self._away_until_s = 0.0
 
     def of(self, key: ApiKey) -> FleetUse:
@@ -351,10 +347,6 @@ class FleetUses:
         if use.is_limited:
             self._uses.append(use)
         return use
-
-    def wake(self) -> None:
-        """Something is to be told soon."""
-        self._wake.set()
 
     async def ask(self, claim: Claim) -> Grant | None:
         """The desk's answer; None while it is away."""
@@ -370,9 +362,9 @@ class FleetUses:
     async def run(self) -> None:
         """Tell the desk, each TELL_S and when something was given back."""
         while True:
-            self._wake.clear()
+            self.news.clear()
             await asyncio.gather(*(use.tell() for use in self._uses))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TELL_S):
-                    await self._wake.wait()
+                    await self.news.wait()
             await asyncio.sleep(_PAUSE_S)

@@ -28,6 +28,7 @@ from server.errors import UnavailableError
 from server.fleet.learning.exchange import SegmentExchange, decoded, encoded
 from server.fleet.learning.storage import (
     MANIFEST,
+    SCOPE_FOLDER,
     Manifest,
     SegmentName,
     Storage,
@@ -36,7 +37,6 @@ from server.fleet.learning.storage import (
     epoch_of,
     forget,
     hash_of,
-    is_scope_folder,
     read_hashed,
     read_manifest,
 )
@@ -93,7 +93,9 @@ class Builder:
             parts = path.split("/")
             scope = "/".join(parts[:4])
             task = "/".join(parts[:2])
-            if len(parts) < 5 or not is_scope_folder(scope) or int(parts[1], 16) % num != index:
+            if len(parts) < 5 or not SCOPE_FOLDER.fullmatch(scope):
+                continue
+            if int(parts[1], 16) % num != index:
                 continue
             if task not in tasks:
                 tasks[task] = epoch_of(self._storage, task)

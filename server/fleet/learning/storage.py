@@ -111,7 +111,7 @@ MAX_FILE = 1 << 30
 _MAX_MANIFEST = 1 << 20
 _EPOCH = re.compile(r"e(\d{1,9})")
 _SEGMENT = re.compile(r"([0-9a-f]{12})-(\d{8})-([0-9a-f]{16})\.bin")
-_SCOPE_FOLDER = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/e\d{1,9}/[0-9a-f]{16}")
+SCOPE_FOLDER = re.compile(r"[0-9a-f]{16}/[0-9a-f]{16}/e\d{1,9}/[0-9a-f]{16}")
 MANIFEST = "published.json"
 
 
@@ -165,11 +165,6 @@ def task_folder(model: str, task: str) -> str:
 def scope_folder(model: str, key: Key, epoch: int) -> str:
     """Of a (task, scope)."""
     return f"{task_folder(model, key[0])}/e{epoch}/{digest(*key)}"
-
-
-def is_scope_folder(path: str) -> bool:
-    """Whether a path may be one that scope_folder gave."""
-    return _SCOPE_FOLDER.fullmatch(path) is not None
 
 
 def hash_of(data: bytes) -> str:
