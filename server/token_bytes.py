@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,16 @@ class TokenBytes:
             self.fingerprint,
         )
 
+    @cached_property
+    def names(self) -> TokenNames:
+        """Of tokens, for logprobs."""
+        return TokenNames(self)
+
+    @cached_property
+    def chat_names(self) -> TokenNames:
+        """Of tokens, for logprobs of chats."""
+        return TokenNames(self, prefix="")
+
     def join(self, token_ids: Iterable[int], *, skip_special: bool) -> bytes:
         """The bytes of several ids, without special ones if asked."""
         offsets, blob, num = self._offsets, self._blob, len(self._offsets) - 1
@@ -136,6 +147,26 @@ class TokenBytes:
                 left = 0
             pieces.append(piece)
         return pieces
+
+
+class TokenNames(dict[int, str]):
+    """Token strings for logprobs: the token's text, or "bytes:\\xe2\\x80" as OpenAI writes tokens
+    that are not UTF-8 by themselves; in chats without the prefix, where the answer has the bytes
+    beside them. Names are made on first use and kept: by a table, which adapters share."""
+
+    def __init__(self, table: TokenBytes, *, prefix: str = "bytes:") -> None:
+        super().__init__()
+        self._table = table
+        self._prefix = prefix
+
+    def __missing__(self, token_id: int) -> str:
+        data = self._table.bytes_of(token_id)
+        try:
+            name = data.decode()
+        except UnicodeDecodeError:
+            name = self._prefix + "".join(f"\\x{byte:02x}" for byte in data)
+        self[token_id] = name
+        return name
 
 
 def _byte_alphabet() -> dict[str, int]:

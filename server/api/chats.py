@@ -189,7 +189,7 @@ async def generation_of(
         new_reader=new_reader if can_call else None,
         forces_call=forced is not None,
         table=model.call_table if can_call else None,
-        token_names=model.chat_names,
+        token_names=model.table.chat_names,
     )
 
 

@@ -44,7 +44,7 @@ from server.api.grammars import (
     grammar_of,
 )
 from server.api.schemas import SchemaRules
-from server.api.served_model import Catalog, ServedModel, TokenIdNames, TokenNames
+from server.api.served_model import Catalog, ServedModel, TokenIdNames
 from server.api.tools import ToolReader
 from server.config import LimitsConfig, TaskConfig
 from server.errors import (
@@ -55,7 +55,7 @@ from server.errors import (
     UnsupportedFieldError,
     echoed,
 )
-from server.token_bytes import TokenBytes
+from server.token_bytes import TokenBytes, TokenNames
 from server.types import (
     PARAMETERS,
     Request,
@@ -270,7 +270,7 @@ class Orders:
             grammar_field,
             num_truncated,
             table=generation.table or model.table,
-            token_names=model.names if names_of_tokens is None else names_of_tokens,
+            token_names=model.table.names if names_of_tokens is None else names_of_tokens,
             created=int(time.time()),
         )
 

@@ -71,11 +71,6 @@ class ServedModel:
         return self.name if self.adapter is None else self.adapter.name
 
     @cached_property
-    def names(self) -> TokenNames:
-        """Of tokens, for logprobs."""
-        return TokenNames(self.table)
-
-    @cached_property
     def segments(self) -> SegmentEncoder:
         """Encodes texts that stand inside another one."""
         return SegmentEncoder(self.tokenizer)
@@ -100,11 +95,6 @@ class ServedModel:
         markers = () if self.call_style is None else MARKERS[self.call_style]
         seen = {self.tokenizer.token_to_id(marker) for marker in markers}
         return self.table.showing({token_id for token_id in seen if token_id is not None})
-
-    @cached_property
-    def chat_names(self) -> TokenNames:
-        """Of tokens, for logprobs of chats."""
-        return TokenNames(self.table, prefix="")
 
     def encoded(self, text: str, add_special: bool) -> list[int]:
         """The ids of a prompt's text. add_special: with the tokenizer's own BOS and EOS."""
@@ -217,26 +207,6 @@ class Catalog:
         shown = ", ".join(known[:_MAX_SHOWN])
         more = f" and {len(known) - _MAX_SHOWN} more" if len(known) > _MAX_SHOWN else ""
         return f" There are: {shown}{more}." if known else ""
-
-
-class TokenNames(dict[int, str]):
-    """Token strings for logprobs: the token's text, or "bytes:\\xe2\\x80" as OpenAI writes tokens
-    that are not UTF-8 by themselves; in chats without the prefix, where the answer has the bytes
-    beside them. Names are made on first use and kept."""
-
-    def __init__(self, table: TokenBytes, *, prefix: str = "bytes:") -> None:
-        super().__init__()
-        self._table = table
-        self._prefix = prefix
-
-    def __missing__(self, token_id: int) -> str:
-        data = self._table.bytes_of(token_id)
-        try:
-            name = data.decode()
-        except UnicodeDecodeError:
-            name = self._prefix + "".join(f"\\x{byte:02x}" for byte in data)
-        self[token_id] = name
-        return name
 
 
 class TokenIdNames:
