@@ -110,6 +110,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.far_engine": {
         *EVERYONE,
         "server.channel",
+        "server.fleet.desk",
         "server.fleet.replica",
         "server.fleet.routing",
     },
