@@ -28,6 +28,7 @@ TELL_S = 1.0
 YOUNG_S = 2.0
 """A desk gives nothing out for so long after its start: until every ingress has told it."""
 _GONE_S = 5.0  # seats of an ingress that tells nothing for so long are free
+_FORGOTTEN_S = 300.0  # who tells nothing for so long owes nothing either
 _AHEAD = 0.01  # of a minute's worth that is taken beyond what is needed
 _ANSWER_S = 1.0  # the desk's time for an answer
 _SEAT_AGAIN_S = 0.04  # a seat that another ingress has just given back may be on its way
@@ -91,6 +92,8 @@ class _Ledger:
     def note(self, claim: Claim, now_s: float) -> None:
         """What the ingress has open and has let in without asking."""
         before = self.open.get(claim.ingress_id)
+        if before is None:  # each that is replaced or started again has another id
+            self.open = {i: o for i, o in self.open.items() if now_s - o[2] < _FORGOTTEN_S}
         passed = claim.owed if before is None else claim.spent
         for bucket, amount in zip(self.buckets, passed, strict=True):
             bucket.take(amount)

@@ -81,6 +81,8 @@ class ChangeLog:
         Those that are newer than the desk's become its own.
         """
         is_new = ingress_id not in self._told
+        if is_new:  # each that is replaced or started again has another id
+            self._told = {name: told for name, told in self._told.items() if self._is_there(name)}
         self._told[ingress_id] = (changes.number, self._clock())
         if changes.number > self._latest.number:
             self._latest = changes

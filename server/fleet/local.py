@@ -131,7 +131,13 @@ class Fleet:
         alone = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **_ALONE}
         for name, value in {**QUIET, **(alone if cluster.address is None else {})}.items():
             os.environ.setdefault(name, value)
-        ray = _ray()
+        try:
+            import ray.serve
+        except ImportError:
+            raise ConfigError(
+                "a fleet needs Ray Serve, which is not installed: "
+                "pip install 'ray[serve]>=2.60,<2.61' fsspec"
+            ) from None
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
         if cluster.address is None:
             self._tell("preparing what is made once on this machine: models, machine code")
@@ -321,14 +327,3 @@ def spare_processes() -> None:
 
     for start in ("start_api_server", "start_log_monitor", "start_monitor"):
         setattr(Node, start, lambda *_, **__: None)
-
-
-def _ray() -> Any:
-    try:
-        import ray.serve
-    except ImportError:
-        raise ConfigError(
-            "a fleet needs Ray Serve, which is not installed: "
-            "pip install 'ray[serve]>=2.60,<2.61' fsspec"
-        ) from None
-    return ray

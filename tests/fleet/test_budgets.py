@@ -179,6 +179,17 @@ async def test_an_update_gives_a_key_its_new_limit() -> None:
     assert sum([await fleet.enters(i % 3) for i in range(9)]) == 8
 
 
+async def test_the_desk_forgets_ingresses_that_were_replaced() -> None:
+    """Each has an id of its own."""
+    fleet = Fleet(requests_per_minute=60)
+    assert fleet.desk is not None
+    for i in range(20):
+        fleet.clock.now_s += 100.0
+        fleet.desk.take(Claim(f"new{i}", fleet.key, 1))
+    [ledger] = fleet.desk._ledgers.values()
+    assert len(ledger.open) < 5
+
+
 async def test_unused_tokens_come_back_to_all() -> None:
     fleet = Fleet(2, tokens_per_minute=1000)
     assert await fleet.reserves(0, 900)
