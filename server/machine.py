@@ -196,15 +196,10 @@ class Machine:
 
     def _memory_limits(self) -> Iterator[tuple[int, int]]:
         """(limit, what is left of it with pages of files that can be dropped) of each cgroup."""
-        names = {
-            "": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-            "memory": (
-                ("memory.limit_in_bytes",),
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            ),
-        }
-        for controller, (limits, usage, droppable) in names.items():
+        for controller, limits, usage, droppable in (
+            ("", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+            ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+        ):
             for folder in self._folders(controller):
                 found = [self._number(folder / name) for name in limits]
                 limit = min((value for value in found if value is not None), default=_UNLIMITED)

@@ -60,24 +60,12 @@ class IngressApp:
         self._metrics = FleetMetrics(requests_only_port, config.metrics.vllm_aliases)
         self._known: dict[str, set[str]] = {}
         fleet = partial(FleetHandle, loop=asyncio.get_running_loop(), max_runs=max_runs)
-        self.client = EngineClient(
-            [
-                EngineSpec(
-                    f"{name}/fleet",
-                    name,
-                    "fleet",
-                    partial(
-                        fleet,
-                        replicas[name],
-                        name=f"{name}/fleet",
-                        on_state=partial(self.note, name),
-                    ),
-                )
-                for name in plan.models
-            ],
-            metrics=self._metrics,
-            limits=config.limits,
-        )
+        specs = []
+        for model in plan.models:
+            name, told = f"{model}/fleet", partial(self.note, model)
+            start = partial(fleet, replicas[model], name=name, on_state=told)
+            specs.append(EngineSpec(name, model, "fleet", start))
+        self.client = EngineClient(specs, metrics=self._metrics, limits=config.limits)
         self._traces = open_traces(config.tracing)
         self._app = create_app(
             config,
