@@ -31,7 +31,6 @@ from server.fleet.learning.storage import (
     Manifest,
     SegmentName,
     Storage,
-    StorageError,
     TornError,
     epoch_of,
     hash_of,
@@ -199,7 +198,7 @@ class SegmentExchange:
         for scope in scopes:
             try:
                 self._tend_scope(scope, now_s, is_last)
-            except (StorageError, OSError) as error:
+            except OSError as error:
                 self._again_s = now_s + self._config.look_s
                 if not self._is_away:
                     self._is_away = True
@@ -255,7 +254,7 @@ class SegmentExchange:
             name = SegmentName(scope.writer, sent.number, hash_of(data))
             sent.path = name.path(scope_folder(self._model, wanted.key, epoch))
             self._storage.write(sent.path, data)
-        except (StorageError, OSError):  # the folder of temporary files may be full
+        except OSError:  # the folder of temporary files may be full
             with self._lock:  # again later, before what came meanwhile
                 scope.buffer = [*sent.examples, *scope.buffer]
                 scope.num_tokens = sum(int(o.shape[0]) for _, o in scope.buffer)
