@@ -125,12 +125,12 @@ class Budgets:
         self._num_ingresses = num_ingresses
         self._clock = clock
         self._started_s = clock()
-        self._ledgers: dict[ApiKey, _Ledger] = {}  # a key with new limits gets a new one
+        self.ledgers: dict[ApiKey, _Ledger] = {}  # a key with new limits gets a new one
 
     def take(self, claim: Claim) -> Grant:
         """Answer a claim. All of it is granted or nothing."""
         now_s = self._clock()
-        ledger = self._ledgers.setdefault(claim.key, _Ledger(claim.key, now_s))
+        ledger = self.ledgers.setdefault(claim.key, _Ledger(claim.key, now_s))
         ledger.note(claim, now_s)
         limits = list(zip(ledger.buckets, ledger.mosts, claim.wanted, strict=True))
         if claim.desk_id == self.desk_id:

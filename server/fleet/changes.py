@@ -66,7 +66,7 @@ class ChangeLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._latest = Changes()
-        self._told: dict[str, tuple[int, float]] = {}  # number that an ingress has, when it asked
+        self.told: dict[str, tuple[int, float]] = {}  # number that an ingress has, when it asked
         self._turn: str | None = None
         self._news = asyncio.Event()
 
@@ -80,10 +80,10 @@ class ChangeLog:
 
         Those that are newer than the desk's become its own.
         """
-        is_new = ingress_id not in self._told
+        is_new = ingress_id not in self.told
         if is_new:  # each that is replaced or started again has another id
-            self._told = {name: told for name, told in self._told.items() if self._is_there(name)}
-        self._told[ingress_id] = (changes.number, self._clock())
+            self.told = {name: told for name, told in self.told.items() if self._is_there(name)}
+        self.told[ingress_id] = (changes.number, self._clock())
         if changes.number > self._latest.number:
             self._latest = changes
             self._news.set()
@@ -110,11 +110,11 @@ class ChangeLog:
     async def is_followed(self, number: int) -> bool:
         """Whether every ingress that is there has this number's Changes."""
         return number <= self._latest.number and all(
-            has >= number for name, (has, _) in self._told.items() if self._is_there(name)
+            has >= number for name, (has, _) in self.told.items() if self._is_there(name)
         )
 
     def _is_there(self, ingress_id: str) -> bool:
-        return self._clock() - self._told.get(ingress_id, (0, -1e9))[1] < _GONE_S + FOLLOW_S
+        return self._clock() - self.told.get(ingress_id, (0, -1e9))[1] < _GONE_S + FOLLOW_S
 
 
 class FollowedAdmin(TaskAdmin, Protocol):

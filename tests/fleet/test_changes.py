@@ -215,7 +215,7 @@ async def test_an_ingress_that_is_gone_is_not_waited_for_and_loses_its_turn() ->
     await log.follow("b", Changes(number=2))
     assert await log.is_followed(2) and not await log.is_followed(3)
     await log.follow("c", Changes(number=2))
-    assert log._told.keys() == {"b", "c"}
+    assert log.told.keys() == {"b", "c"}
 
 
 async def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_late_ones() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -489,9 +490,9 @@ def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
     first.learn()
     loop = BuilderLoop(Sharing(fleet.url, LearningConfig(publish_s=0.01)))
     wait_until(lambda: any(f.endswith(MANIFEST) for f in fleet.storage.files()))
-    assert loop._thread.is_alive()
+    assert "builder" in {thread.name for thread in threading.enumerate()}
     loop.stop()
-    assert not loop._thread.is_alive()
+    assert "builder" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_what_is_kept_is_bounded(fleet: Fleet) -> None:
