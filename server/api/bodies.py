@@ -77,6 +77,8 @@ class BodyPart(BaseModel):
     ALIASES: ClassVar[Mapping[str, Path]] = {}
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
     """What to send instead of a field that other servers have."""
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    """What this route calls fields that have another name in /v1/completions."""
 
     _spelled: dict[Path, str] = PrivateAttr(default_factory=dict)
     _num_bytes: int = PrivateAttr(0)
@@ -94,8 +96,9 @@ class BodyPart(BaseModel):
         return value
 
     def called(self, *path: str) -> str:
-        """What the client calls the field at this path: its name, or an alias."""
-        return ".".join(_respelled(path, self._spelled))
+        """What the client calls the field at this path: its name in this route, or an alias."""
+        own = (self.NAMES.get(path[0], path[0]), *path[1:])
+        return ".".join(_respelled(own, self._spelled))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -346,8 +349,8 @@ _ELSEWHERE = {
 
 
 def aliases(names: Mapping[str, str], further: Mapping[str, Path] = {}) -> Mapping[str, Path]:
-    """ALIASES of a generating route. names: what it calls parameters (server.types.PARAMETERS) by
-    another name than their own."""
+    """ALIASES of a generating route. names: its NAMES, parameters (server.types.PARAMETERS) among
+    them."""
     own: dict[str, Path] = {}
     for one in PARAMETERS:
         path = (names.get(one.name, one.name),)

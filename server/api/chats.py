@@ -38,7 +38,7 @@ from server.errors import (
     UnsupportedFieldError,
     echoed,
 )
-from server.types import INT31, scope_of
+from server.types import scope_of
 
 _B = TypeVar("_B", bound=GenerationBody)
 
@@ -85,11 +85,11 @@ class Chat(Generation):
     """A Generation whose prompt is a conversation, which a template turns into ids. text: the
     conversation as the model gets it, once it is rendered, with control tokens.
 
-    names: prompt, max_tokens, logprobs and reasoning_effort. variables: chat_template_kwargs.
+    variables: chat_template_kwargs.
     """
 
     prompts: Sequence[str | list[int]] = ()
-    default_max_tokens: int = INT31
+    fills_context: bool = True
     text: str = ""
     turns: Sequence[Turn]
     tools: Sequence[Tool] = ()
@@ -107,7 +107,7 @@ async def generation_of(
     """What `make` makes of a body of so many bytes, with its prompt, and with what its answer must
     be. Raises the client's errors (4xx)."""
     chat = await orders.work(make, num_bytes)
-    model, names, template = target.model, chat.names, target.model.chat
+    model, body, template = target.model, chat.body, target.model.chat
     if template is None:
         raise UnsupportedFieldError(
             f"{echoed(model.name)} has no chat template: it continues text, it does not "
@@ -118,7 +118,7 @@ async def generation_of(
         raise InvalidRequestError(
             "this and add_generation_prompt contradict each other.", at="continue_final_message"
         )
-    rules = rules_of(chat.body, target.task)
+    rules = rules_of(body, target.task)
     tools = await orders.work(
         lambda: chosen_tools(chat.tools, chat.tool_choice, rules, parallel=chat.parallel),
         num_bytes,
@@ -132,7 +132,7 @@ async def generation_of(
     shown = tools.shown
     # Templates may repeat messages; they hardly ever leave one out.
     num_chars = sum(len(turn.content) for turn in chat.turns)
-    orders.check_size(num_chars, target, chat.max_tokens, names)
+    orders.check_size(num_chars, target, chat.max_tokens, body)
     num_chars += tools.num_chars + sum(
         64 + sum(len(call.arguments) for call in turn.calls) for turn in chat.turns
     )
@@ -159,15 +159,15 @@ async def generation_of(
             ),
             num_chars,
         )
-        orders.check_size(rendered.num_bytes, target, chat.max_tokens, names)
+        orders.check_size(rendered.num_bytes, target, chat.max_tokens, body)
         ids = await orders.work(
             lambda: model.prompt_ids(template.encode(rendered)),
             rendered.num_bytes,
         )
     except RequestError as error:
-        raise (error.moved(names["prompt"]) if error.at == "messages" else error) from None
+        raise (error.moved(body.called("prompt")) if error.at == "messages" else error) from None
     if not ids:
-        raise InvalidRequestError("they have no tokens.", at=names["prompt"])
+        raise InvalidRequestError("they have no tokens.", at=body.called("prompt"))
 
     def new_reader() -> ToolReader:
         assert model.call_style is not None
@@ -314,7 +314,8 @@ def _variables(chat: Chat, template: ChatTemplate, with_tools: bool) -> dict[str
             if variables.setdefault(name, value) != value:
                 other = chat.body.called("chat_template_kwargs", name)
                 raise InvalidRequestError(
-                    f"this and {other} contradict each other.", at=chat.names["reasoning_effort"]
+                    f"this and {other} contradict each other.",
+                    at=chat.body.called("reasoning_effort"),
                 )
     return variables
 
@@ -332,7 +333,7 @@ def _effort(chat: Chat, effort: str, template: ChatTemplate, with_tools: bool) -
         if effort not in EFFORTS:
             raise InvalidRequestError(
                 f"must be one of {', '.join(EFFORTS)}; got {echoed(effort, 40)}.",
-                at=chat.names["reasoning_effort"],
+                at=chat.body.called("reasoning_effort"),
             )
         return {"enable_thinking": effort not in ("none", "minimal")}
     if effort in ("none", "minimal", "low"):
@@ -340,5 +341,5 @@ def _effort(chat: Chat, effort: str, template: ChatTemplate, with_tools: bool) -
     raise UnsupportedFieldError(
         f"this model's chat template does not think; {echoed(effort, 40)} is not available, only "
         "none, minimal and low.",
-        at=chat.names["reasoning_effort"],
+        at=chat.body.called("reasoning_effort"),
     )

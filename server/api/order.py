@@ -57,6 +57,7 @@ from server.errors import (
 )
 from server.token_bytes import TokenBytes, TokenNames
 from server.types import (
+    INT31,
     PARAMETERS,
     Request,
     SamplingParams,
@@ -88,34 +89,22 @@ class Target:
     tenant: str = ""
 
 
-class Names(dict[str, str]):
-    """What a route calls the fields that errors name, by their names in /v1/completions."""
-
-    def __init__(self, body: BodyPart, **own: str) -> None:
-        super().__init__(own)
-        self._body = body
-
-    def __missing__(self, key: str) -> str:
-        return self._body.called(key)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """What a client wants to be generated, in the words of no route.
 
-    body: the fields that all routes share. names: what the route calls those that it calls
-    otherwise. prompts: texts, or ids. max_tokens: what the client gave; default_max_tokens: where
-    it gave none and the task has none. logprobs: how many of the likeliest tokens are told, None
-    for no logprobs. form: the route's format of the output; grammar: a checked one that the output
-    must match instead. new_reader: of a choice's text, where tools may be called; forces_call:
-    whether one must be. table, token_names: of the text and of logprobs, default the model's.
+    body: the fields that all routes share. prompts: texts, or ids. max_tokens: what the client
+    gave; fills_context: whether there is no limit where it gave none and the task has none.
+    logprobs: how many of the likeliest tokens are told, None for no logprobs. form: the route's
+    format of the output; grammar: a checked one that the output must match instead. new_reader: of
+    a choice's text, where tools may be called; forces_call: whether one must be. table,
+    token_names: of the text and of logprobs, default the model's.
     """
 
     body: GenerationBody
-    names: Names
     prompts: Sequence[str | list[int]]
     max_tokens: int | None
-    default_max_tokens: int
+    fills_context: bool = False
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool = False
@@ -179,13 +168,13 @@ class Orders:
     async def order(self, generation: Generation, target: Target, request_id: str) -> Order:
         """The order of one Generation. Raises the client's errors of server.errors (4xx)."""
         arrival_s = time.monotonic()
-        body, names = generation.body, generation.names
-        task, model = target.task, target.model
+        body, task, model = generation.body, target.task, target.model
         num_choices, best_of = self._choices(generation, task)
         prompts = generation.prompts
         most = min(self.limits.max_prompts, task.limits.max_prompts or self.limits.max_prompts)
+        prompt_at, max_tokens_at = body.called("prompt"), body.called("max_tokens")
         if len(prompts) > most:
-            raise _above(most, len(prompts), names["prompt"])
+            raise _above(most, len(prompts), prompt_at)
         sampling = self._sampling(generation, target, best_of > num_choices)
         wanted = generation.grammar
         if wanted is None and (generation.form or body.structured_outputs):
@@ -209,7 +198,7 @@ class Orders:
         echo_logprobs = [body.prompt_logprobs, generation.logprobs if generation.echo else None]
         requests, num_truncated, num_chars = [], 0, sum(map(len, prompts))
         for i, prompt in enumerate(prompts):
-            at = names["prompt"] if len(prompts) == 1 else f"{names['prompt']}[{i}]"
+            at = prompt_at if len(prompts) == 1 else f"{prompt_at}[{i}]"
             ids = await self._prompt_ids(generation, prompt, target, at, num_chars)
             if generation.truncate_to is not None:
                 num_truncated += max(0, len(ids) - generation.truncate_to)
@@ -217,8 +206,8 @@ class Orders:
             max_tokens = self._max_tokens(generation, target, wished, len(ids), at)
             if least > max_tokens and body.min_tokens is not None:
                 raise InvalidRequestError(
-                    f"{least} is above {names['max_tokens']} ({max_tokens}).",
-                    at=names["min_tokens"],
+                    f"{least} is above {max_tokens_at} ({max_tokens}).",
+                    at=body.called("min_tokens"),
                 )
             sampling |= {"max_tokens": max_tokens, "min_tokens": min(least, max_tokens)}
             seed = body.seed if body.seed is not None else task.sampling.seed
@@ -254,8 +243,8 @@ class Orders:
         if total > self.limits.max_request_tokens:
             raise LimitExceededError(
                 f"The request could take {total} tokens (prompts x best_of x (prompt + "
-                f"{names['max_tokens']})); the limit is {self.limits.max_request_tokens}.",
-                param=names["max_tokens"],
+                f"{max_tokens_at})); the limit is {self.limits.max_request_tokens}.",
+                param=max_tokens_at,
             )
         names_of_tokens: TokenNames | TokenIdNames | None = generation.token_names
         if body.return_tokens_as_token_ids:
@@ -283,7 +272,7 @@ class Orders:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def check_size(
-        self, num_bytes: int, target: Target, max_tokens: int | None, names: Names
+        self, num_bytes: int, target: Target, max_tokens: int | None, body: GenerationBody
     ) -> None:
         """Raise ContextLengthExceededError for a text that cannot fit, without tokenizing it.
 
@@ -291,7 +280,8 @@ class Orders:
         """
         at_least = num_bytes // target.model.longest_token
         if at_least > target.room:
-            raise _too_long(names, names["prompt"], at_least, max_tokens, target.room, least=True)
+            at = body.called("prompt")
+            raise _too_long(body, at, at_least, max_tokens, target.room, least=True)
 
     async def _prompt_ids(
         self,
@@ -302,18 +292,20 @@ class Orders:
         num_chars: int,
     ) -> list[int]:
         """num_chars: of all prompts."""
-        model, names = target.model, generation.names
+        model, body = target.model, generation.body
         if isinstance(prompt, str):
             if generation.truncate_to is None:
-                self.check_size(len(prompt.encode()), target, generation.max_tokens, names)
+                self.check_size(len(prompt.encode()), target, generation.max_tokens, body)
             special = generation.adds_special_tokens
             ids = await self.work(partial(model.encoded, prompt, special), num_chars)
             if not ids:
                 raise InvalidRequestError(
-                    "the prompt has no tokens; it cannot be empty.", at=at, param=names["prompt"]
+                    "the prompt has no tokens; it cannot be empty.",
+                    at=at,
+                    param=body.called("prompt"),
                 )
             return ids
-        model.check_ids(prompt, at, names["prompt"])
+        model.check_ids(prompt, at, body.called("prompt"))
         return prompt
 
     async def _prediction_ids(self, prediction: PredictionBody, target: Target) -> tuple[int, ...]:
@@ -331,7 +323,7 @@ class Orders:
 
     def _choices(self, generation: Generation, task: TaskConfig) -> tuple[int, int]:
         """(n, best_of). Raises InvalidRequestError and LimitExceededError."""
-        body, names = generation.body, generation.names
+        body = generation.body
         n = body.n or 1
         best_of = n if generation.best_of is None else generation.best_of
         most = min(self.limits.max_choices, task.limits.max_choices or self.limits.max_choices)
@@ -364,7 +356,7 @@ class Orders:
             ("logprobs", generation.logprobs), ("prompt_logprobs", body.prompt_logprobs)
         ):  # fmt: skip
             if num is not None and num > most:
-                raise _above(most, num, names[name])
+                raise _above(most, num, body.called(name))
         if body.prompt_logprobs is not None and body.stream:
             raise InvalidRequestError(
                 "cannot be streamed: they are told with the whole answer.", at="prompt_logprobs"
@@ -397,8 +389,8 @@ class Orders:
         values = SamplingParams.canonical(values)
         if generation.max_tokens is not None:
             values["max_tokens"] = generation.max_tokens
-        elif defaults.max_tokens is None:
-            values["max_tokens"] = generation.default_max_tokens
+        elif generation.fills_context and defaults.max_tokens is None:
+            values["max_tokens"] = INT31
         stop = defaults.stop if body.stop is None else body.stop
         stop_ids = defaults.stop_token_ids if body.stop_token_ids is None else body.stop_token_ids
         allowed, named = body.allowed_token_ids, body.logprob_token_ids or ()
@@ -412,7 +404,7 @@ class Orders:
                 "logit_bias and bad_words ban every one of them.", at="allowed_token_ids"
             )
         if generation.max_tokens == 0 and not generation.echo:
-            raise InvalidRequestError("may be 0 only with echo.", at=generation.names["max_tokens"])
+            raise InvalidRequestError("may be 0 only with echo.", at=body.called("max_tokens"))
         # Ranking needs the drawn tokens' logprobs even where the client wants none.
         num_logprobs = 0 if named else generation.logprobs
         values["num_logprobs"] = 0 if num_logprobs is None and is_ranked else num_logprobs
@@ -430,23 +422,23 @@ class Orders:
         """How long an answer may be behind num_prompt tokens. wished: the client's max_tokens, else
         the default, which is reduced to the room. Raises LimitExceededError and
         ContextLengthExceededError."""
-        names, task, room = generation.names, target.task, target.room
+        body, task, room = generation.body, target.task, target.room
         most_prompt = task.limits.max_prompt_tokens
         if most_prompt is not None and num_prompt > most_prompt:
             raise ContextLengthExceededError(
                 f"{num_prompt} tokens; the task {task.name} allows {most_prompt}.",
                 at=at,
-                param=names["prompt"],
+                param=body.called("prompt"),
             )
         most = tighter(task.limits.max_tokens, self.limits.max_tokens)
         if generation.max_tokens is None:
             if num_prompt >= room:
-                raise _too_long(names, at, num_prompt, None, room)
+                raise _too_long(body, at, num_prompt, None, room)
             return int(min(wished, room - num_prompt, wished if most is None else most))
         if most is not None and wished > most:
-            raise _above(most, wished, names["max_tokens"])
+            raise _above(most, wished, body.called("max_tokens"))
         if num_prompt + wished > room:
-            raise _too_long(names, at, num_prompt, wished, room)
+            raise _too_long(body, at, num_prompt, wished, room)
         return wished
 
 
@@ -471,7 +463,7 @@ def rules_of(body: GenerationBody, task: TaskConfig) -> SchemaRules:
 
 
 def _too_long(
-    names: Names,
+    body: GenerationBody,
     at: str,
     num_prompt: int,
     max_tokens: int | None,
@@ -480,13 +472,14 @@ def _too_long(
     least: bool = False,
 ) -> ContextLengthExceededError:
     """The error of a text that does not fit. least: num_prompt is a lower bound."""
-    extra = f" and {max_tokens} for the completion ({names['max_tokens']})" if max_tokens else ""
+    limit = body.called("max_tokens")
+    extra = f" and {max_tokens} for the completion ({limit})" if max_tokens else ""
     has = f"at least {num_prompt}" if least else str(num_prompt)
     return ContextLengthExceededError(
         f"the model's context holds {room} tokens, but the request has {has} in the prompt{extra}. "
         "Prompts are never truncated.",
         at=at,
-        param=names["max_tokens" if max_tokens and not least and num_prompt < room else "prompt"],
+        param=limit if max_tokens and not least and num_prompt < room else body.called("prompt"),
     )
 
 

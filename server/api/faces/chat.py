@@ -39,7 +39,7 @@ from server.api.bodies import (
 from server.api.chats import MAX_MESSAGES, Call, Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
 from server.api.grammars import format_of
-from server.api.order import Names, Order, Target
+from server.api.order import Order, Target
 from server.api.route_context import StreamWriter
 from server.api.shapes import (
     Chunk,
@@ -195,8 +195,11 @@ class ChatBody(GenerationBody):
         "truncate_prompt_tokens": ((), "a rendered chat is not cut; leave out messages"),
         "web_search_options": ((), "this server searches nothing"),
     }  # fmt: skip
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "prompt": "messages", "logprobs": "top_logprobs", "max_tokens": "max_completion_tokens",
+    }  # fmt: skip
     ALIASES: ClassVar[Mapping[str, Path]] = aliases(
-        {"max_tokens": "max_completion_tokens"}, {"enable_thinking": _THINKS, "think": _THINKS}
+        NAMES, {"enable_thinking": _THINKS, "think": _THINKS}
     )
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
         **GenerationBody.ELSEWHERE,
@@ -228,10 +231,8 @@ def chat_of(body: ChatBody) -> Chat:
         )
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("allowed only with logprobs true.", at="top_logprobs")
-    limit = body.called("max_completion_tokens")
     return Chat(
         body=body,
-        names=Names(body, prompt="messages", logprobs="top_logprobs", max_tokens=limit),
         turns=turns_of(body.messages),
         max_tokens=body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

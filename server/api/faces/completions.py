@@ -24,7 +24,7 @@ from server.api.answer import (
 from server.api.bodies import GenerationBody, Kinds, Neutral, TokenId
 from server.api.engines.submission import Submission
 from server.api.grammars import format_of
-from server.api.order import Generation, Names, Order, Target
+from server.api.order import Generation, Order, Target
 from server.api.route_context import StreamWriter, TextFace
 from server.api.shapes import (
     Chunk,
@@ -37,9 +37,6 @@ from server.api.shapes import (
     Shape,
 )
 from server.types import INT31, Delta, TokenLogprob
-
-DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default."""
 
 _Ids = Annotated[list[TokenId], FailFast(), Field(min_length=1)]
 _MANY = Field(max_length=65536)  # what limits.max_prompts may be
@@ -143,10 +140,8 @@ class Completions(TextFace[CompletionBody]):
         is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
         return Generation(
             body=body,
-            names=Names(body),
             prompts=body.prompt if is_list else [body.prompt],
             max_tokens=body.max_tokens,
-            default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
             form=format_of(body.response_format),
             best_of=body.best_of,

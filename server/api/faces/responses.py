@@ -33,7 +33,7 @@ from server.api.engines.submission import Submission
 from server.api.faces.chat import FunctionBody, tool_of
 from server.api.faces.items import TEXTS, Item, Items
 from server.api.grammars import ANY_OBJECT, OutputFormat
-from server.api.order import Names, Order, Target
+from server.api.order import Order, Target
 from server.api.route_context import RouteContext, StreamWriter, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
 from server.api.tools import MAX_TOOLS, ArgumentsPiece, CallStart, Mode, ToolChoice, ToolEvent
@@ -132,7 +132,11 @@ class ResponsesBody(GenerationBody):
         "include_token_sources": ((False,), _ONE),
         "include_rejected_drafts": ((False,), _ONE),
     }  # fmt: skip
-    ALIASES: ClassVar[Mapping[str, Path]] = aliases({"max_tokens": "max_output_tokens"})
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }  # fmt: skip
+    ALIASES: ClassVar[Mapping[str, Path]] = aliases(NAMES)
 
     input: Annotated[Any, WithJsonSchema(_ITEMS.schema(content_schema(*TEXTS)))]
     instructions: str | None = None
@@ -223,13 +227,6 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: 
             output = OutputFormat(schema, at, "text.format")
     return Chat(
         body=body,
-        names=Names(
-            body,
-            prompt="input",
-            logprobs="top_logprobs",
-            max_tokens=body.called("max_output_tokens"),
-            reasoning_effort="reasoning.effort",
-        ),
         turns=turns,
         max_tokens=body.max_output_tokens,
         tools=[tool_of(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())],
