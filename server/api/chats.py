@@ -23,9 +23,9 @@ from server.api.tools import (
     FUNCTION_NAME,
     ChosenTools,
     ForcedCall,
-    Tool,
     ToolChoice,
     ToolReader,
+    Tools,
     chosen_tools,
     force_call,
     tell_tools,
@@ -92,7 +92,7 @@ class Chat(Generation):
     fills_context: bool = True
     text: str = ""
     turns: Sequence[Turn]
-    tools: Sequence[Tool] = ()
+    tools: Tools
     tool_choice: ToolChoice = ("auto", {})
     parallel: bool = True
     effort: str | None = None
@@ -224,9 +224,9 @@ async def _forced(
     except LimitExceededError:
         raise  # it may be theirs together, and looking took its time
     except InvalidRequestError:
-        for tool in chat.tools:  # whose schema is it?
+        for place, tool in chat.tools.items():  # whose schema is it?
             if tool.name in tools.callable:
-                at = f"{tool.at}.parameters"
+                at = f"{place}.parameters"
                 alone = grammar_of_prepared(tools.callable[tool.name], at)
                 await orders.grammars.check(alone, at, scope)
         raise

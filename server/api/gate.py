@@ -35,7 +35,6 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.engines.submission import RequestAccount
 from server.api.keys import Caller, Keyring, check_admin
 from server.api.route_context import encode_ascii
 from server.api.shapes import error_answer
@@ -200,7 +199,7 @@ def request_fields(caller: Caller, ended_s: float) -> dict[str, Any]:
         fields["key"] = caller.key.key_id
     if caller.task:
         fields["task"], fields["model"] = caller.task, caller.model
-    accounts = _accounts(caller)
+    accounts = caller.accounts
     if accounts:
         first_s = min((s for a in accounts if (s := a.first_token_s) is not None), default=None)
         fields["prompt_tokens"] = sum(a.num_prompt_tokens for a in accounts)
@@ -209,10 +208,6 @@ def request_fields(caller: Caller, ended_s: float) -> dict[str, Any]:
         if first_s is not None:
             fields["first_token_ms"] = round((first_s - caller.started_s) * 1e3, 1)
     return fields
-
-
-def _accounts(caller: Caller) -> list[RequestAccount]:
-    return [account for submission in caller.submissions for account in submission.accounts]
 
 
 # --- spans, sent to a collector -------------------------------------------------------------------
@@ -290,7 +285,7 @@ class Traces:
         identity = get_current_span(root).get_span_context()
         if not identity.trace_flags.sampled:
             return ""
-        for account in _accounts(caller)[:MAX_PROMPT_SPANS]:
+        for account in caller.accounts[:MAX_PROMPT_SPANS]:
             request, first_s, last_s = account.request, account.first_token_s, account.last_token_s
             prompt = {"gen_ai.usage.input_tokens": account.num_prompt_tokens}
             generate = span(

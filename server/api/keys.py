@@ -21,8 +21,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from server.api.engines.client import EngineClient
-from server.api.engines.submission import Submission
+from server.api.engines.submission import RequestAccount, Submission
 from server.config import DEFAULT_TASK, KeyConfig
 from server.errors import (
     AuthenticationError,
@@ -182,8 +181,7 @@ def too_many_tokens(wait_s: float) -> RateLimitedError:
 class Caller:
     """One HTTP request from the gate to its last byte: who calls, and what it has at the engines.
 
-    Every route that generates submits through it: it holds a key's token rate and begins the
-    time-outs. task, model: what it asked for, for the log.
+    task, model: what it asked for, for the log.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -206,27 +204,20 @@ class Caller:
         """Whether it may run a task on a model; None without keys."""
         return None if self.key is None else self.key.may_use
 
-    async def submit(
-        self,
-        client: EngineClient,
-        requests: Sequence[Request],
-        every: Sequence[Request],
-        total_timeout_s: float | None,
-    ) -> Submission:
-        """Hand Requests to the engines for this caller; all of them are taken or none. every: these
-        and all that come later, whose tokens are reserved and whose time runs from the first on.
+    @property
+    def accounts(self) -> list[RequestAccount]:
+        """Of all that it has at the engines."""
+        return [account for submission in self.submissions for account in submission.accounts]
 
-        Raises what EngineClient.submit raises, and RateLimitedError when the key has used up its
-        tokens. Tokens are reserved for all that may be generated; `leave` gives back what was not.
-        """
-        if self._use is not None and not self.submissions:
-            amount = sum(len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in every)
+    async def reserve(self, requests: Sequence[Request]) -> None:
+        """Take the tokens of prompts and of all that may be generated from the key's rate; `leave`
+        gives back what was not. Raises RateLimitedError when the key has used up its tokens."""
+        if self._use is not None:
+            amount = sum(
+                len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in requests
+            )
             await self._use.reserve(amount)
             self._reserved = amount
-        deadline_s = None if total_timeout_s is None else every[0].arrival_s + total_timeout_s
-        submission = client.submit(requests, deadline_s=deadline_s)
-        self.submissions.append(submission)
-        return submission
 
     def leave(self) -> None:
         """The response has ended: give back the key's seat and unused tokens. Called once."""
@@ -234,11 +225,7 @@ class Caller:
         if use is None:
             return
         use.leave()
-        used = sum(
-            account.num_prompt_tokens + account.num_completion_tokens
-            for submission in self.submissions
-            for account in submission.accounts
-        )
+        used = sum(a.num_prompt_tokens + a.num_completion_tokens for a in self.accounts)
         if used < self._reserved:
             use.give_back(self._reserved - used)
 

@@ -222,11 +222,20 @@ class RouteContext:
         requests: Sequence[Request],
         every: Sequence[Request] = (),
     ) -> Submission:
-        """Hand Requests to the engines, for this caller and with its task's time-out. every: of the
-        order, where these are not all. Every route that generates goes through here."""
-        limits = (self.limits.total_timeout_s, target.task.limits.total_timeout_s)
+        """Hand Requests to the engines for this caller; all of them are taken or none. every: these
+        and all that come later, whose tokens are reserved and whose time runs from the first on.
+        Every route that generates goes through here.
+
+        Raises what EngineClient.submit and Caller.reserve raise.
+        """
         caller, every = caller_of(request), every or requests
-        return await caller.submit(self.client, requests, every, tighter(*limits))
+        if not caller.submissions:
+            await caller.reserve(every)
+        timeout_s = tighter(self.limits.total_timeout_s, target.task.limits.total_timeout_s)
+        deadline_s = None if timeout_s is None else every[0].arrival_s + timeout_s
+        submission = self.client.submit(requests, deadline_s=deadline_s)
+        caller.submissions.append(submission)
+        return submission
 
     async def whole(
         self,

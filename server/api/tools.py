@@ -27,6 +27,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, TypeVar
 
+from pydantic import Field
+
+from server.api.bodies import BodyPart
 from server.api.schemas import SchemaRules, StrictArguments, mapped, prepared
 from server.errors import InvalidRequestError, LimitExceededError, echoed
 
@@ -413,15 +416,19 @@ MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model may call. at: where it lies in the body."""
+class FunctionBody(BodyPart):
+    """A function that the model may call."""
 
-    name: str
-    description: str | None
-    parameters: dict[str, Any] | None
-    strict: bool
-    at: str
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments")
+    strict: bool | None = Field(
+        None, description="true: a call is reported only with arguments that fit parameters"
+    )
+
+
+Tools = Mapping[str, FunctionBody]
+"""The functions that the model may call, by where they lie in the body."""
 
 
 Mode = Literal["none", "auto", "required"]
@@ -448,7 +455,7 @@ class ChosenTools:
 
 
 def chosen_tools(
-    tools: Sequence[Tool], choice: ToolChoice, rules: SchemaRules, *, parallel: bool
+    tools: Tools, choice: ToolChoice, rules: SchemaRules, *, parallel: bool
 ) -> ChosenTools:
     """The ChosenTools of a body's tools and tool_choice.
 
@@ -458,9 +465,9 @@ def chosen_tools(
     schemas: dict[str, Mapping[str, Any]] = {}
     shown = []
     num_chars = 0
-    for tool in tools:
+    for at, tool in tools.items():
         if tool.name in schemas:
-            raise InvalidRequestError(f"{tool.name} is there twice.", at=f"{tool.at}.name")
+            raise InvalidRequestError(f"{tool.name} is there twice.", at=f"{at}.name")
         parameters = tool.parameters or {"type": "object", "properties": {}}
         num_chars += len(json.dumps(parameters)) + len(tool.description or "")
         if num_chars > MAX_TOOLS_CHARS:
@@ -468,7 +475,7 @@ def chosen_tools(
                 f"at most {MAX_TOOLS_CHARS} characters altogether.", at="tools"
             )
         if parameters.get("type", "object") != "object":
-            raise InvalidRequestError("the type must be object.", at=f"{tool.at}.parameters")
+            raise InvalidRequestError("the type must be object.", at=f"{at}.parameters")
         schemas[tool.name] = {**parameters, "type": "object"}
         entry: dict[str, Any] = {"name": tool.name}
         if tool.description is not None:
@@ -484,12 +491,12 @@ def chosen_tools(
     if mode == "none" or not schemas:
         return ChosenTools(None, {}, {}, must_call=False, parallel=False, num_chars=0)
     allowed = named or schemas
-    for tool in tools:  # where arguments may be anything, a schema is only shown
+    for at, tool in tools.items():  # where arguments may be anything, a schema is only shown
         if tool.name in allowed and (mode == "required" or tool.strict):
             closes = rules.closes or not tool.parameters
             schemas[tool.name] = prepared(
                 schemas[tool.name],
-                f"{tool.at}.parameters",
+                f"{at}.parameters",
                 replace(rules, closes=closes),
                 tool.name,
             )
@@ -497,8 +504,8 @@ def chosen_tools(
         shown=tuple(shown),
         callable={name: schemas[name] for name in allowed},
         strict={
-            tool.name: StrictArguments(schemas[tool.name], f"{tool.at}.parameters")
-            for tool in tools
+            tool.name: StrictArguments(schemas[tool.name], f"{at}.parameters")
+            for at, tool in tools.items()
             if mode == "auto" and tool.strict and tool.name in allowed
         },
         must_call=mode == "required",

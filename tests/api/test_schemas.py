@@ -15,7 +15,7 @@ from server.api.faces.completions import CompletionBody
 from server.api.grammars import format_of, grammar_of, grammar_of_schema
 from server.api.order import rules_of
 from server.api.schemas import SchemaRules, close_described, prepared
-from server.api.tools import Tool, chosen_tools
+from server.api.tools import FunctionBody, chosen_tools
 from server.config import TaskConfig
 from server.errors import RequestError, UnsupportedFieldError
 from server.grammar_text import grammar_problem
@@ -96,8 +96,8 @@ def test_every_field_that_brings_a_schema(close: bool) -> None:
         body = validate(CompletionBody, {"prompt": "x", **sent})
         grammar = grammar_of(body, format_of(body.response_format), rules)
         assert grammar is not None and json.loads(grammar[0].source) == wanted
-    tool = Tool("f", None, CITY, strict=False, at="tools[0].function")
-    chosen = chosen_tools([tool], ("required", {}), rules, parallel=True)
+    tools = {"tools[0].function": FunctionBody(name="f", parameters=CITY)}
+    chosen = chosen_tools(tools, ("required", {}), rules, parallel=True)
     assert chosen.callable["f"] == wanted
     assert chosen.shown is not None and chosen.shown[0]["function"]["parameters"] == CITY
 
@@ -212,8 +212,9 @@ def test_a_reference_may_have_any_name(reference: str) -> None:
     one: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{reference}"}}}
     schema: dict[str, Any] = {"oneOf": [one, {"type": "null"}], "$defs": known}
     assert not grammar_problem(grammar_of_schema(schema, "schema", SchemaRules()))
-    strict = Tool("f", None, {**one, "$defs": known}, True, "tools[0]")
-    check = chosen_tools([strict], ("auto", {}), SchemaRules(), parallel=True).strict["f"]
+    strict = FunctionBody(name="f", parameters={**one, "$defs": known}, strict=True)
+    tools = {"tools[0]": strict}
+    check = chosen_tools(tools, ("auto", {}), SchemaRules(), parallel=True).strict["f"]
     assert check.fits('{"a": {"city": "x"}}') and not check.fits('{"a": {"city": 1}}')
 
 
@@ -273,8 +274,9 @@ def test_schemas_that_are_made_to_take_long_do_not() -> None:
 def test_a_tool_is_judged_where_its_schema_is_held() -> None:
     def chosen(choice: Any, *, strict: bool = False, rules: SchemaRules | None = None) -> Any:
         parameters = {"type": "object", "properties": {"tags": TAGS}}
-        tool = Tool("find", None, parameters, strict=strict, at="tools[0].function")
-        return chosen_tools([tool], (choice, {}), rules or SchemaRules(), parallel=True)
+        tool = FunctionBody(name="find", parameters=parameters, strict=strict)
+        tools = {"tools[0].function": tool}
+        return chosen_tools(tools, (choice, {}), rules or SchemaRules(), parallel=True)
 
     assert chosen("auto").callable["find"]["properties"] == {"tags": TAGS}
     for choice, strict in (("required", False), ("auto", True)):

@@ -51,7 +51,7 @@ from server.api.shapes import (
     PromptLogprobs,
     Shape,
 )
-from server.api.tools import FUNCTION_NAME, MAX_TOOLS, CallStart, Mode, Tool, ToolChoice, ToolEvent
+from server.api.tools import MAX_TOOLS, CallStart, FunctionBody, Mode, ToolChoice, ToolEvent
 from server.errors import InvalidRequestError, UnsupportedFieldError
 from server.types import INT31, Delta, TokenLogprob
 
@@ -148,28 +148,12 @@ class MessageBody(BodyPart):
         }
 
 
-class FunctionBody(BodyPart):
-    """A function that the model may call."""
-
-    name: str = Field(pattern=FUNCTION_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments")
-    strict: bool | None = Field(
-        None, description="true: a call is reported only with arguments that fit parameters"
-    )
-
-
 class ToolBody(BodyPart):
     """One tool."""
 
     type: Literal["function"] = "function"
     function: FunctionBody
     cache_control: Any = Field(None, description="of other vendors' prompt caches; changes nothing")
-
-
-def tool_of(function: FunctionBody, at: str) -> Tool:
-    """The tool that a function is. at: where it lies in the body."""
-    return Tool(function.name, function.description, function.parameters, bool(function.strict), at)
 
 
 _OLD_FORM = "it is OpenAI's old form; use "
@@ -236,10 +220,7 @@ def chat_of(body: ChatBody) -> Chat:
         turns=turns_of(body.messages),
         max_tokens=body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        tools=[
-            tool_of(tool.function, f"tools[{i}].function")
-            for i, tool in enumerate(body.tools or ())
-        ],
+        tools={f"tools[{i}].function": tool.function for i, tool in enumerate(body.tools or ())},
         tool_choice=_choice_of(body.tool_choice),
         parallel=body.parallel_tool_calls is not False,
         form=format_of(body.response_format),

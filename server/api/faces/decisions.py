@@ -568,18 +568,18 @@ class QuestionFace(Face):
         questions, text, at = await context.orders.work(lambda: self.asked(body), body.num_bytes)
         prefix = f"{self.id_prefix}{secrets.token_hex(12)}"
         requests = await self.requests(text, at, questions, target, prefix)
-        submissions, is_gone = caller_of(request).submissions, False
+        caller, is_gone = caller_of(request), False
 
         def abort() -> None:
             nonlocal is_gone
             is_gone = True
-            for submission in submissions:
+            for submission in caller.submissions:
                 submission.abort()
 
         async def answer() -> Struct:
             chances: list[list[float]] = []
             for wave in _waves(requests):
-                if submissions:  # it has not waited while those before it were computed
+                if caller.submissions:  # it has not waited while those before it were computed
                     wave = [replace(one, arrival_s=time.monotonic()) for one in wave]
                 submission = await context.submit(request, target, wave, requests)
                 if is_gone:
@@ -587,8 +587,8 @@ class QuestionFace(Face):
                 deltas = await submission.rest()
                 labels = [deltas[i, 0][-1].label_logprobs for i in range(len(wave))]
                 chances += map(probabilities_of, labels)
-            accounts = [account for one in submissions for account in one.accounts]
-            return self.told(target.label, list(zip(questions, chances, strict=True)), accounts)
+            answered = list(zip(questions, chances, strict=True))
+            return self.told(target.label, answered, caller.accounts)
 
         return await context.whole(request, answer, abort)
 

@@ -30,13 +30,20 @@ from server.api.bodies import (
 )
 from server.api.chats import Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
-from server.api.faces.chat import FunctionBody, tool_of
 from server.api.faces.items import TEXTS, Item, Items
 from server.api.grammars import ANY_OBJECT, OutputFormat
 from server.api.order import Order, Target
 from server.api.route_context import RouteContext, StreamWriter, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
-from server.api.tools import MAX_TOOLS, ArgumentsPiece, CallStart, Mode, ToolChoice, ToolEvent
+from server.api.tools import (
+    MAX_TOOLS,
+    ArgumentsPiece,
+    CallStart,
+    FunctionBody,
+    Mode,
+    ToolChoice,
+    ToolEvent,
+)
 from server.errors import InvalidRequestError, TailorError, UnsupportedFieldError
 from server.types import INT31, Delta
 
@@ -229,7 +236,7 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: 
         body=body,
         turns=turns,
         max_tokens=body.max_output_tokens,
-        tools=[tool_of(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())],
+        tools={f"tools[{i}]": tool for i, tool in enumerate(body.tools or ())},
         tool_choice=_choice_of(body.tool_choice),
         parallel=body.parallel_tool_calls is not False,
         form=output,
