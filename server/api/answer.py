@@ -294,13 +294,19 @@ def add_extras(order: Order, shown: Extras, piece: Piece) -> None:
         shown.rejected_drafts = piece.rejected
 
 
-def around(order: Order, submission: Submission) -> dict[str, Any]:
-    """The members around the choices of a whole answer (GenerationAnswer)."""
+def around(order: Order) -> dict[str, Any]:
+    """The members around the choices of an answer and of a chunk that do not change."""
     return {
         "id": order.request_id,
         "created": order.created,
         "model": order.target.label,
         "system_fingerprint": order.target.model.fingerprint or None,
+    }
+
+
+def sums_of(order: Order, submission: Submission) -> dict[str, Any]:
+    """The members with sums of a whole answer, or of a stream's last chunk."""
+    return {
         "usage": usage_report(submission.accounts, num_truncated=order.num_truncated),
         "speculation": speculation_of(order, submission),
     }
@@ -371,14 +377,7 @@ class ChunkWriter(StreamWriter, Generic[_Chunk]):
         self._continuous = options is not None and options.continuous_usage_stats
         self._submission = submission
         # One object for all chunks: what never changes is set once.
-        self._chunk: _Chunk = kind(
-            id=order.request_id,
-            created=order.created,
-            model=order.target.label,
-            system_fingerprint=order.target.model.fingerprint or None,
-            choices=[],
-            **extra,
-        )
+        self._chunk: _Chunk = kind(**around(order), choices=[], **extra)
         self.order = order
         self.choices = choices_of(order)
         self.prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
@@ -394,13 +393,8 @@ class ChunkWriter(StreamWriter, Generic[_Chunk]):
     def end(self) -> bytes:
         if not self._has_usage:
             return DONE
-        chunk = self._chunk  # a chunk without choices has the sums
-        chunk.choices = []
-        chunk.usage = usage_report(
-            self._submission.accounts, num_truncated=self.order.num_truncated
-        )
-        chunk.speculation = speculation_of(self.order, self._submission)
-        return event(chunk) + DONE
+        sums = sums_of(self.order, self._submission)  # in a chunk without choices
+        return event(msgspec.structs.replace(self._chunk, choices=[], **sums)) + DONE
 
     def written(self, arrived: list[tuple[int, Delta]]) -> bytes:
         written = []

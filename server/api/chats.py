@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from server.api.bodies import GenerationBody, parse_object
-from server.api.chat_template import ChatTemplate
+from server.api.chat_template import ChatTemplate, RenderedChat
 from server.api.grammars import Wanted, grammar_of_prepared
 from server.api.order import Generation, Orders, Target, rules_of
 from server.api.route_context import TextFace
@@ -129,29 +129,25 @@ async def generation_of(
             at="tools",
         )
     forced, grammar = await _forced(chat, tools, target, orders)
-    shown = tools.shown
     # Templates may repeat messages; they hardly ever leave one out.
     num_chars = sum(len(turn.content) for turn in chat.turns)
     orders.check_size(num_chars, target, chat.max_tokens, body)
     num_chars += tools.num_chars + sum(
         64 + sum(len(call.arguments) for call in turn.calls) for turn in chat.turns
     )
-    source = template.source if shown is None else template.tool_source
-    messages = await orders.work(lambda: messages_of(chat.turns, source), num_chars)
-    variables = _variables(chat, template, shown is not None and template.has_tools)
+    variables = _variables(chat, template, tools.shown is not None and template.has_tools)
     if chat.continues and (chat.turns[-1].role != "assistant" or chat.turns[-1].calls):
         raise InvalidRequestError(
             "the last message must be an assistant's text.", at="continue_final_message"
         )
-    if not template.has_tools:
-        messages, shown = await orders.work(lambda: tell_tools(messages, shown), num_chars), None
     adds = not chat.continues if chat.adds_prompt is None else chat.adds_prompt
     opening = "" if forced is None else forced.opening
     try:
-        rendered = await orders.work(
-            lambda: template.render(
-                messages,
-                tools=shown,
+        shown = await orders.work(
+            lambda: rendered(
+                template,
+                chat.turns,
+                tools.shown,
                 add_generation_prompt=adds,
                 continue_final_message=chat.continues,
                 variables=variables,
@@ -159,11 +155,8 @@ async def generation_of(
             ),
             num_chars,
         )
-        orders.check_size(rendered.num_bytes, target, chat.max_tokens, body)
-        ids = await orders.work(
-            lambda: model.prompt_ids(template.encode(rendered)),
-            rendered.num_bytes,
-        )
+        orders.check_size(shown.num_bytes, target, chat.max_tokens, body)
+        ids = await orders.work(lambda: model.prompt_ids(template.encode(shown)), shown.num_bytes)
     except RequestError as error:
         raise (error.moved(body.called("prompt")) if error.at == "messages" else error) from None
     if not ids:
@@ -184,7 +177,7 @@ async def generation_of(
     return replace(
         chat,
         prompts=[ids],
-        text=rendered.text,
+        text=shown.text,
         grammar=grammar,
         new_reader=new_reader if can_call else None,
         forces_call=forced is not None,
@@ -199,13 +192,12 @@ async def _forced(
     """How a call is forced, and its checked grammar."""
     body = chat.body
     if tools.callable:
-        formatted = "" if chat.form is None else chat.form.field
-        at = body.called("structured_outputs") if body.structured_outputs else formatted
-        if at:
+        at = "structured_outputs" if body.structured_outputs else "response_format"
+        if body.structured_outputs or chat.form is not None:
             raise UnsupportedFieldError(
                 "cannot be combined with tools that may be called: it says what the whole "
                 "answer must match.",
-                at=at,
+                at=body.called(at),
             )
     if not tools.must_call:
         return None, None
@@ -233,10 +225,17 @@ async def _forced(
     return forced, (grammar, "tools")
 
 
-def messages_of(turns: Sequence[Turn], source: str) -> list[dict[str, Any]]:
-    """The messages as templates read them: content a string, arguments of calls as objects. A
-    developer is the system for a template (source) that does not know the role. Raises
+def rendered(
+    template: ChatTemplate,
+    turns: Sequence[Turn],
+    tools: Sequence[Mapping[str, Any]] | None,
+    **how: Any,
+) -> RenderedChat:
+    """A conversation as the model gets it. Content is a string for templates, arguments of calls
+    are objects. A developer is the system for one that does not know the role; one that reads no
+    tools is told of them as text. tools: ChosenTools.shown. how: of ChatTemplate.render. Raises
     InvalidRequestError and UnsupportedFieldError, naming the field."""
+    source = template.source if tools is None else template.tool_source
     messages = []
     for turn in turns:
         is_system = turn.role == "developer" and "developer" not in source
@@ -258,7 +257,9 @@ def messages_of(turns: Sequence[Turn], source: str) -> list[dict[str, Any]]:
         if turn.call_id is not None:
             shown["tool_call_id"] = turn.call_id
         messages.append(shown)
-    return messages
+    if not template.has_tools:
+        messages, tools = tell_tools(messages, tools), None
+    return template.render(messages, tools=tools, **how)
 
 
 class ChatFace(TextFace[_B]):

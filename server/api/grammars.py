@@ -16,7 +16,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from server.api.bodies import (
@@ -48,14 +48,9 @@ Wanted = tuple[GrammarSpec, str]
 """What the output must match, and the field that says so."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFormat:
-    """OpenAI's format of an output that is JSON, as every route has it. schema: None is missing,
-    at: where it lies. field: what the route calls the format."""
-
-    schema: Any
-    at: str = "response_format"
-    field: str = "response_format"
+OutputFormat = tuple[Any, str]
+"""OpenAI's format of an output that is JSON, as every route has it: the schema, None where it is
+missing, and where it lies."""
 
 
 def format_of(body: ResponseFormatBody | None) -> OutputFormat | None:
@@ -73,19 +68,18 @@ def format_of(body: ResponseFormatBody | None) -> OutputFormat | None:
             at="response_format.schema",
         )
     if beside is not None:
-        return OutputFormat(beside, "response_format.schema")
+        return beside, "response_format.schema"
     if body.type != "json_schema":
-        return OutputFormat(ANY_OBJECT) if body.type == "json_object" else None
+        return (ANY_OBJECT, "response_format") if body.type == "json_object" else None
     if inner is None:
-        return OutputFormat(None, "response_format.json_schema")
-    return OutputFormat(inner.schema_value, "response_format.json_schema.schema")
+        return None, "response_format.json_schema"
+    return inner.schema_value, "response_format.json_schema.schema"
 
 
 def grammar_of(body: GenerationBody, form: OutputFormat | None, rules: SchemaRules) -> Wanted:
     """What the output of a body must match that has structured_outputs or a form.
 
-    form: what the route calls its response_format. Compiles nothing. Raises InvalidRequestError and
-    its kin.
+    Compiles nothing. Raises InvalidRequestError and its kin.
     """
     if body.structured_outputs is not None:
         wanted = _structured(body, body.structured_outputs, rules)
@@ -93,13 +87,14 @@ def grammar_of(body: GenerationBody, form: OutputFormat | None, rules: SchemaRul
             raise InvalidRequestError(
                 f"cannot be combined with {wanted[1].partition('.')[0]}: each says what the whole "
                 "output must match.",
-                at=form.field,
+                at=body.called("response_format"),
             )
         return wanted
     assert form is not None
-    if form.schema is None:
-        raise InvalidRequestError("required with the type json_schema.", at=form.at)
-    return grammar_of_schema(form.schema, form.at, rules), form.at
+    schema, at = form
+    if schema is None:
+        raise InvalidRequestError("required with the type json_schema.", at=at)
+    return grammar_of_schema(schema, at, rules), at
 
 
 def grammar_of_schema(

@@ -179,19 +179,6 @@ PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 """By token id, the prompt's own and the likeliest; null for the first token."""
 
 
-class GenerationAnswer(Shape, kw_only=True):
-    """What is around the choices of a whole answer."""
-
-    id: str
-    object: str
-    created: Count
-    model: str
-    choices: list[Any]
-    usage: Usage
-    system_fingerprint: str | None
-    speculation: Speculation | UnsetType = UNSET
-
-
 class Chunk(Shape, kw_only=True):
     """What is around the choices of a streamed chunk. usage: present with include_usage; null but
     in the last chunk, or in no chunk (continuous_usage_stats)."""
@@ -200,10 +187,16 @@ class Chunk(Shape, kw_only=True):
     object: str
     created: Count
     model: str
-    system_fingerprint: str | None
     choices: list[Any]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None
     speculation: Speculation | UnsetType = UNSET
+
+
+class GenerationAnswer(Chunk, kw_only=True):
+    """What is around the choices of a whole answer."""
+
+    usage: Usage
 
 
 # --- tasks ---

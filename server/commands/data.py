@@ -107,18 +107,15 @@ def chat_render(chat: Any) -> Render:
 
     def render(asked: dict[str, Any]) -> tuple[str, list[int]]:
         from server.api.bodies import validate
-        from server.api.chats import messages_of
+        from server.api.chats import rendered
         from server.api.faces.chat import ChatBody, chat_of
         from server.api.schemas import SchemaRules
-        from server.api.tools import chosen_tools, tell_tools
+        from server.api.tools import chosen_tools
 
         body = chat_of(validate(ChatBody, as_body(asked)))
         tools = chosen_tools(body.tools, ("auto", {}), SchemaRules(), parallel=True).shown
-        messages = messages_of(body.turns, chat.source if tools is None else chat.tool_source)
-        if not chat.has_tools:
-            messages, tools = tell_tools(messages, tools), None
-        rendered = chat.render(messages, tools=tools)
-        return rendered.text, chat.encode(rendered)
+        shown = rendered(chat, body.turns, tools)
+        return shown.text, chat.encode(shown)
 
     return render
 

@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from server import channel
-from server.api.engines.submission import Submission
+from server.api.engines.submission import RequestAccount, Submission
 from server.channel import EngineHandle, LoopHandle, PipedHandle
 from server.config import LimitsConfig, RestartConfig
 from server.errors import (
@@ -195,7 +195,7 @@ class EngineSlot:
     num_restarts: int = 0
     retry_at_s: float = 0.0
     told_s: float = 0.0  # when it told its figures, in this life or an earlier one
-    open: dict[str, tuple[Submission, int]] = field(default_factory=dict)  # and how many choices
+    open: dict[str, tuple[Submission, RequestAccount]] = field(default_factory=dict)
     load: int = 0
     reader: threading.Thread | None = None
     _send: Callable[[channel.Message], None] | None = None
@@ -218,18 +218,19 @@ class EngineSlot:
 
     # What it holds.
 
-    def hold(self, submission: Submission, request: Request) -> None:
-        """Serve a Request from now on."""
-        self.open[request.request_id] = (submission, request.num_choices)
+    def hold(self, submission: Submission, account: RequestAccount) -> None:
+        """Serve a Request of a Submission from now on."""
+        request = account.request
+        self.open[request.request_id] = (submission, account)
         self.load += request.num_choices
         self.waiting.add(request)
-        submission.placed(request.request_id, self)
+        submission.holders[request.request_id] = self
 
     def forget(self, request_id: str) -> None:
         """Stop serving a Request. Idempotent."""
         held = self.open.pop(request_id, None)
         if held is not None:
-            self.load -= held[1]
+            self.load -= held[1].request.num_choices
         self.waiting.remove(request_id)
         if not self.open:
             self.on_idle()
@@ -412,12 +413,11 @@ class EngineClient:
         """
         now_s = time.monotonic()
         accounts = [
-            (submission.account_of(request_id), slot.spec.name)
+            (account, slot.spec.name)
             for slot in self.slots
-            for request_id, (submission, _) in slot.open.items()
+            for _, account in slot.open.values()
+            if tenant is None or account.request.tenant == tenant
         ]
-        if tenant is not None:
-            accounts = [pair for pair in accounts if pair[0].request.tenant == tenant]
         accounts.sort(key=lambda pair: pair[0].request.arrival_s)
         waiting = self.waiting
         return [
@@ -455,10 +455,11 @@ class EngineClient:
             )
         targets = [route(self.of(request.model), request) for request in requests]
         submission = Submission(requests, self.metrics)
-        for request, first in zip(requests, targets, strict=True):
+        for account, first in zip(submission.accounts, targets, strict=True):
+            request = account.request
             # Loads change as the prompts of one list are placed: choose again.
             slot = route(self.of(request.model), request) if len(requests) > 1 else first
-            slot.hold(submission, request)
+            slot.hold(submission, account)
             slot.send(("submit", request))
         if deadline_s is not None:
             submission.expire_after(max(0.0, deadline_s - time.monotonic()))

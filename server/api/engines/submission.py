@@ -136,6 +136,7 @@ class Submission:
     something is open, the iteration then raises the error: ClientGoneError where none was given.
 
     grammar_field: what brought the grammar, for errors of the engine; written by the route.
+    holders: the slots that work for its Requests, by their ids; each writes itself.
     """
 
     def __init__(self, requests: Sequence[Request], metrics: Metrics) -> None:
@@ -143,7 +144,7 @@ class Submission:
         self._open = {
             request.request_id: (i, request.num_choices) for i, request in enumerate(requests)
         }
-        self._holders: dict[str, Holder] = {}
+        self.holders: dict[str, Holder] = {}
         self._arrived: list[tuple[int, Delta]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: TailorError | None = None
@@ -201,7 +202,7 @@ class Submission:
         if not self._open:
             return
         for request_id, (i, _) in self._open.items():
-            holder = self._holders[request_id]
+            holder = self.holders[request_id]
             holder.forget(request_id)
             holder.send(("abort", request_id))
             self.accounts[i].close(_outcome_of(error))
@@ -227,19 +228,9 @@ class Submission:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def account_of(self, request_id: str) -> RequestAccount:
-        """The account of one of its open Requests."""
-        return self.accounts[self._open[request_id][0]]
-
-    # Called by the slots.
-
-    def placed(self, request_id: str, holder: Holder) -> None:
-        """`holder` works for this Request from now on."""
-        self._holders[request_id] = holder
-
     def take(self, delta: Delta, now_s: float) -> bool:
-        """One Delta of an open Request arrived. now_s: time.monotonic(). Returns whether the
-        iteration may go on with it: then `wake` follows."""
+        """One Delta of an open Request arrived at its slot. now_s: time.monotonic(). Returns
+        whether the iteration may go on with it: then `wake` follows."""
         i, num_left = self._open[delta.request_id]
         account = self.accounts[i]
         account.observe(delta, now_s)
@@ -257,7 +248,7 @@ class Submission:
                 self._open[delta.request_id] = (i, num_left)
             else:
                 del self._open[delta.request_id]
-                self._holders[delta.request_id].forget(delta.request_id)
+                self.holders[delta.request_id].forget(delta.request_id)
                 account.close("ok")
         return not (self._waits_for_all and self._open)
 

@@ -23,6 +23,7 @@ from server.api.answer import (
     choices_of,
     joined,
     shown_prompt_logprobs,
+    sums_of,
 )
 from server.api.bodies import (
     BodyPart,
@@ -416,7 +417,8 @@ class ChatCompletions(ChatFace[ChatBody]):
         body = order.body
         return ChatAnswer(
             choices=shown,
-            **around(order, submission),
+            **around(order),
+            **sums_of(order, submission),
             service_tier=None if body.service_tier is None else "default",
             prompt_logprobs=shown_prompt_logprobs(order, prompt_logprobs),
             prompt_token_ids=order.requests[0].prompt_ids if body.return_token_ids else None,

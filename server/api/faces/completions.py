@@ -20,6 +20,7 @@ from server.api.answer import (
     choices_of,
     joined,
     shown_prompt_logprobs,
+    sums_of,
 )
 from server.api.bodies import GenerationBody, Kinds, Neutral, TokenId
 from server.api.engines.submission import Submission
@@ -164,7 +165,8 @@ class Completions(TextFace[CompletionBody]):
                 answer.index = len(shown)
                 answer.prompt_logprobs = shown_prompt_logprobs(order, prompt_logprobs)
                 shown.append(answer)
-        return CompletionAnswer(choices=shown, **around(order, submission))
+        sums = sums_of(order, submission)
+        return CompletionAnswer(choices=shown, **around(order), **sums)
 
     def writer(self, order: Order, submission: Submission) -> StreamWriter:
         return _Chunks(order, submission)

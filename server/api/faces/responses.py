@@ -31,7 +31,7 @@ from server.api.bodies import (
 from server.api.chats import Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
 from server.api.faces.items import TEXTS, Item, Items
-from server.api.grammars import ANY_OBJECT, OutputFormat
+from server.api.grammars import ANY_OBJECT
 from server.api.order import Order, Target
 from server.api.route_context import RouteContext, StreamWriter, encode_ascii
 from server.api.shapes import Count, Shape, Speculation, TokenUsage
@@ -141,7 +141,7 @@ class ResponsesBody(GenerationBody):
     }  # fmt: skip
     NAMES: ClassVar[Mapping[str, str]] = {
         "prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens",
-        "reasoning_effort": "reasoning.effort",
+        "reasoning_effort": "reasoning.effort", "response_format": "text.format",
     }  # fmt: skip
     ALIASES: ClassVar[Mapping[str, Path]] = aliases(NAMES)
 
@@ -231,7 +231,7 @@ def chat_of(body: ResponsesBody, kept: Callable[[Any], Item | None] = lambda _: 
         if schema is None and form.type == "json_object":
             schema, at = ANY_OBJECT, "text.format"
         if form.type != "text":
-            output = OutputFormat(schema, at, "text.format")
+            output = schema, at
     return Chat(
         body=body,
         turns=turns,
