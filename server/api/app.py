@@ -49,11 +49,11 @@ from server.api.faces.completions import Completions
 from server.api.faces.decisions import Decisions
 from server.api.faces.responses import Responses
 from server.api.faces.system_one import SystemOne
-from server.api.gate import OPEN_PATHS, Gate, Traces, error_response
+from server.api.gate import OPEN_PATHS, Gate, Traces, check_query, error_response
 from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.openapi import described, document
 from server.api.order import Orders
-from server.api.route_context import Face, RouteContext, query_check
+from server.api.route_context import Face, RouteContext
 from server.api.routes import add_model_routes, add_state_routes
 from server.api.served_model import Catalog, ServedModel
 from server.config import ServerConfig, TaskConfig
@@ -65,8 +65,6 @@ from server.errors import (
     echoed,
 )
 from server.metrics import Metrics
-
-_ANY_QUERY = OPEN_PATHS | {"/metrics", ROOT_PATH}
 
 
 def create_app(
@@ -92,14 +90,25 @@ def create_app(
     paths: set[str] = set()
     history = History(lambda: snapshot(client, View()))
     has_page = config.dashboard.enabled
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        taking = asyncio.create_task(history.run(client.ask_figures)) if has_page else None
+        yield
+        if taking is not None:
+            taking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await taking
+        orders.close()
+
     app = FastAPI(
         title="Tailor",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(query_check(_ANY_QUERY))],
-        lifespan=_life(orders, client, history if has_page else None),
+        dependencies=[Depends(check_query)],
+        lifespan=lifespan,
         middleware=_middleware(config, client.metrics, paths, traces, keys),
     )
     app.add_exception_handler(TailorError, _tailor_error)
@@ -132,26 +141,6 @@ def create_app(
     paths |= {str(path) for r in app.routes if "{" not in (path := getattr(r, "path", "{"))}
     app.openapi = lambda: document(app, has_keys=bool(config.keys))  # type: ignore[method-assign]
     return app
-
-
-def _life(
-    orders: Orders, client: EngineClient, history: History | None
-) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Runs while the application does: takes the page's history, then ends the threads."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        taking = None
-        if history is not None:
-            taking = asyncio.create_task(history.run(client.ask_figures))
-        yield
-        if taking is not None:
-            taking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await taking
-        orders.close()
-
-    return lifespan
 
 
 def _middleware(

@@ -32,14 +32,22 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import Caller, Keyring, check_admin
 from server.api.route_context import encode_ascii
 from server.api.shapes import error_answer
 from server.config.server import TracingConfig
-from server.errors import ClientGoneError, ConfigError, ServerError, TailorError
+from server.errors import (
+    ClientGoneError,
+    ConfigError,
+    InvalidRequestError,
+    ServerError,
+    TailorError,
+    UnknownFieldError,
+    echoed,
+)
 from server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -51,6 +59,8 @@ log = logging.getLogger("tailor.http")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+_ANY_QUERY = OPEN_PATHS | {"/metrics", "/"}
+"""Browsers and monitors add query keys of their own to pages and probes."""
 
 
 def error_response(
@@ -180,6 +190,22 @@ def _request_id(scope: Scope) -> str:
     """The client's x-request-id if it is harmless in logs and headers, else a new one."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+
+
+async def check_query(request: Request) -> None:
+    """A dependency of every route: a GET route honours the query keys that it declares as its own
+    parameters; others are refused by name, and so is one that is given twice. Queries of POST
+    routes are ignored: some clients put a version there."""
+    route = request.scope["route"]
+    if request.method not in ("GET", "HEAD") or route.path in _ANY_QUERY:
+        return
+    known = {field.alias for field in route.dependant.query_params}
+    for key in request.query_params:
+        if key not in known:
+            name = echoed(key, 64).strip("'")
+            raise UnknownFieldError(f"Unknown query key: {name}.", param=name)
+        if len(request.query_params.getlist(key)) > 1:
+            raise InvalidRequestError(f"{key}: may be given once.", param=key)
 
 
 # --- what is told of a request --------------------------------------------------------------------

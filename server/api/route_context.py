@@ -32,13 +32,7 @@ from server.api.keys import Caller
 from server.api.order import Generation, Order, Orders, Target, tighter
 from server.api.served_model import ServedModel
 from server.api.shapes import error_answer
-from server.errors import (
-    InvalidRequestError,
-    ModelNotFoundError,
-    TailorError,
-    UnknownFieldError,
-    echoed,
-)
+from server.errors import ModelNotFoundError, TailorError
 from server.types import Delta, Request
 
 # --- answers --------------------------------------------------------------------------------------
@@ -344,27 +338,3 @@ class TextFace(Face, Generic[_B]):
             writer = self.writer(order, submission)
             return EventStream(writer, submission, context.limits.sse_keep_alive_s)
         return await context.whole(request, lambda: self.whole(order, submission), submission.abort)
-
-
-def query_check(ignores: frozenset[str]) -> Callable[[HttpRequest], Awaitable[None]]:
-    """A dependency of every route: a GET route honours the query keys that it declares as its own
-    parameters; others are refused by name.
-
-    ignores: paths where any query is ignored, because browsers and monitors add keys of their own
-    to pages and probes. Queries of POST routes are ignored, too: some clients put a version there.
-    The dependency raises UnknownFieldError, and InvalidRequestError for a key that is given twice.
-    """
-
-    async def check(request: HttpRequest) -> None:
-        route = request.scope["route"]
-        if request.method not in ("GET", "HEAD") or route.path in ignores:
-            return
-        known = {field.alias for field in route.dependant.query_params}
-        for key in request.query_params:
-            if key not in known:
-                name = echoed(key, 64).strip("'")
-                raise UnknownFieldError(f"Unknown query key: {name}.", param=name)
-            if len(request.query_params.getlist(key)) > 1:
-                raise InvalidRequestError(f"{key}: may be given once.", param=key)
-
-    return check
