@@ -22,20 +22,19 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
+    GetPydanticSchema,
     PrivateAttr,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from pydantic_core import ErrorDetails, core_schema
 from starlette.requests import Request
 
 from server.config.declared import parameters, request_sections
@@ -101,44 +100,41 @@ class BodyPart(BaseModel):
         return ".".join(_respelled(own, self._spelled))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Kinds:
+def one_of(
+    kinds: Mapping[str, Any], wrong: str, kind_of: Callable[[Any], str | None], key: str = ""
+) -> GetPydanticSchema:
     """Annotates a member (of type Any) that may hold one of several kinds of values, so that only
     the kind that was sent is checked, and an error is one.
 
-    kinds: types as pydantic takes them, by names that begin with "=". kind_of: the name of a
-    value's kind, None for none of them. wrong: what is said then. key: of objects, the member that
-    names the kind.
+    kinds: types as pydantic takes them, by names that begin with "=". wrong: what is said of a
+    value of none of them. kind_of: the name of a value's kind, None for none of them. key: of
+    objects, the member that names the kind.
     """
-
-    kinds: Mapping[str, Any]
-    wrong: str
-    kind_of: Callable[[Any], str | None]
-    key: str = ""
-
-    @classmethod
-    def by(cls, key: str, kinds: Mapping[str, type[BodyPart]], other: Any = None) -> Kinds:
-        """Objects whose member `key` names their kind. other: what else there may be instead."""
-
-        def kind_of(value: Any) -> str | None:
-            if other is not None and not isinstance(value, dict):
-                return "="
-            name = value.get(key) if isinstance(value, dict) else None
-            return f"={name}" if isinstance(name, str) and name in kinds else None
-
-        named = {f"={name}": kind for name, kind in kinds.items()}
-        if other is not None:
-            named["="] = other
-        return cls(named, f"must be one of {', '.join(kinds)}", kind_of, key)
-
-    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.tagged_union_schema(
-            {name: handler.generate_schema(kind) for name, kind in self.kinds.items()},
-            self.kind_of,
+    return GetPydanticSchema(
+        lambda _, handler: core_schema.tagged_union_schema(
+            {name: handler.generate_schema(kind) for name, kind in kinds.items()},
+            kind_of,
             custom_error_type="kind",
-            custom_error_message=self.wrong,
-            custom_error_context={"key": self.key},
+            custom_error_message=wrong,
+            custom_error_context={"key": key},
         )
+    )
+
+
+def one_by(key: str, kinds: Mapping[str, type[BodyPart]], other: Any = None) -> GetPydanticSchema:
+    """Annotates a member that holds objects whose member `key` names their kind. other: what else
+    there may be instead."""
+
+    def kind_of(value: Any) -> str | None:
+        if other is not None and not isinstance(value, dict):
+            return "="
+        name = value.get(key) if isinstance(value, dict) else None
+        return f"={name}" if isinstance(name, str) and name in kinds else None
+
+    named: dict[str, Any] = {f"={name}": kind for name, kind in kinds.items()}
+    if other is not None:
+        named["="] = other
+    return one_of(named, f"must be one of {', '.join(kinds)}", kind_of, key)
 
 
 def says_nothing(value: Any) -> bool:
@@ -151,7 +147,7 @@ def says_nothing(value: Any) -> bool:
 # --- what a generating route takes ----------------------------------------------------------------
 
 _STOP_TEXT = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-_STOP = Kinds(
+_STOP = one_of(
     {"=text": _STOP_TEXT, "=texts": Annotated[list[_STOP_TEXT], Field(max_length=MAX_STOPS)]},
     "must be a string or a list of strings",
     lambda value: {"str": "=text", "list": "=texts"}.get(type(value).__name__),

@@ -28,12 +28,12 @@ from server.api.answer import (
 from server.api.bodies import (
     BodyPart,
     GenerationBody,
-    Kinds,
     Neutral,
     Path,
     aliases,
     content_schema,
     joined_texts,
+    one_by,
     required,
     says_nothing,
 )
@@ -93,7 +93,7 @@ class ChosenAllowedBody(BodyPart):
     allowed_tools: AllowedToolsBody
 
 
-_TOOL_CHOICE = Kinds.by(
+_TOOL_CHOICE = one_by(
     "type", {"function": ChosenFunctionBody, "allowed_tools": ChosenAllowedBody}, other=Mode
 )
 

@@ -22,7 +22,7 @@ from server.api.answer import (
     shown_prompt_logprobs,
     sums_of,
 )
-from server.api.bodies import GenerationBody, Kinds, Neutral, TokenId
+from server.api.bodies import GenerationBody, Neutral, TokenId, one_of
 from server.api.engines.submission import Submission
 from server.api.grammars import format_of
 from server.api.order import Generation, Order, Target
@@ -50,7 +50,7 @@ def _kind_of_prompt(prompt: Any) -> str | None:
     return "=text" if isinstance(prompt, str) else None
 
 
-_PROMPT = Kinds(
+_PROMPT = one_of(
     {
         "=text": str,
         "=texts": Annotated[list[str], FailFast(), _MANY],

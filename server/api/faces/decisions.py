@@ -51,10 +51,11 @@ from server.api.answer import token_usage
 from server.api.bodies import (
     BodyPart,
     CacheOptions,
-    Kinds,
     ModelName,
     content_schema,
     extent,
+    one_by,
+    one_of,
     refuse_members,
 )
 from server.api.engines.submission import RequestAccount
@@ -318,7 +319,7 @@ class PredicateQuestion(BodyPart):
     name: Name | None = None
 
 
-_VALUE = Kinds(
+_VALUE = one_of(
     {"=text": Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)], "=flag": bool},
     f"must be a boolean or a text of 1 to {MAX_LABEL_CHARS} characters",
     lambda value: {str: "=text", bool: "=flag"}.get(type(value)),
@@ -357,7 +358,7 @@ class ScoreQuestion(BodyPart):
     name: Name | None = None
 
 
-_QUESTION = Kinds.by(
+_QUESTION = one_by(
     "type",
     {"predicate": PredicateQuestion, "choice": ChoiceQuestion, "score": ScoreQuestion},
 )
