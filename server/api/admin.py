@@ -226,7 +226,7 @@ class AdapterRoutes:
     def _engines(self, model: str) -> dict[str, int]:
         """The model's engines, each with the number of its start. Raises LoadingError while one is
         starting: it has the list of adapters from when it began."""
-        slots = [slot for slot in self._client.slots if slot.spec.model == model]
+        slots = self._client.of(model)
         if any(slot.state in ("loading", "restarting") for slot in slots):
             raise LoadingError("An engine of the model is starting.", retry_after_s=2.0)
         return {slot.spec.name: slot.generation for slot in slots if slot.state == "ready"}

@@ -119,10 +119,7 @@ async def generation_of(
             "this and add_generation_prompt contradict each other.", at="continue_final_message"
         )
     rules = rules_of(body, target.task)
-    tools = await orders.work(
-        lambda: chosen_tools(chat.tools, chat.tool_choice, rules, parallel=chat.parallel),
-        num_bytes,
-    )
+    tools = await orders.work(lambda: chosen_tools(chat.tools, chat.tool_choice, rules), num_bytes)
     if tools.shown is not None and model.call_style is None:
         raise UnsupportedFieldError(
             "this model's chat template writes calls in a way that is not read here.",
@@ -168,7 +165,7 @@ async def generation_of(
             model.call_style,
             frozenset(tools.callable),
             strict=tools.strict,
-            max_calls=None if tools.parallel else 1,
+            max_calls=None if chat.parallel else 1,
             begun=forced is not None and forced.begun,
             forced=None if forced is None else forced.name,
         )
@@ -208,7 +205,7 @@ async def _forced(
         )
     style = target.model.call_style
     assert style is not None
-    forced = force_call(style, tools.callable, parallel=tools.parallel)
+    forced = force_call(style, tools.callable, parallel=chat.parallel)
     grammar = grammar_of_prepared(forced.schema, "tools")
     scope = scope_of(target.tenant, body.cache_salt or "")
     try:

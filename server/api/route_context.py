@@ -226,8 +226,9 @@ class RouteContext:
         if not caller.submissions:
             await caller.reserve(every)
         timeout_s = tighter(self.limits.total_timeout_s, target.task.limits.total_timeout_s)
-        deadline_s = None if timeout_s is None else every[0].arrival_s + timeout_s
-        submission = self.client.submit(requests, deadline_s=deadline_s)
+        submission = self.client.submit(requests)
+        if timeout_s is not None:
+            submission.expire_after(every[0].arrival_s + timeout_s - time.monotonic())
         caller.submissions.append(submission)
         return submission
 

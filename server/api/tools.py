@@ -450,13 +450,10 @@ class ChosenTools:
     callable: Mapping[str, Mapping[str, Any]]
     strict: Mapping[str, StrictArguments]
     must_call: bool
-    parallel: bool
     num_chars: int
 
 
-def chosen_tools(
-    tools: Tools, choice: ToolChoice, rules: SchemaRules, *, parallel: bool
-) -> ChosenTools:
+def chosen_tools(tools: Tools, choice: ToolChoice, rules: SchemaRules) -> ChosenTools:
     """The ChosenTools of a body's tools and tool_choice.
 
     Raises InvalidRequestError and its kin, naming the field. With tool_choice "none" the prompt
@@ -489,7 +486,7 @@ def chosen_tools(
     if mode == "required" and not schemas:
         raise InvalidRequestError("required is allowed only with tools.", at="tool_choice")
     if mode == "none" or not schemas:
-        return ChosenTools(None, {}, {}, must_call=False, parallel=False, num_chars=0)
+        return ChosenTools(None, {}, {}, must_call=False, num_chars=0)
     allowed = named or schemas
     for at, tool in tools.items():  # where arguments may be anything, a schema is only shown
         if tool.name in allowed and (mode == "required" or tool.strict):
@@ -509,7 +506,6 @@ def chosen_tools(
             if mode == "auto" and tool.strict and tool.name in allowed
         },
         must_call=mode == "required",
-        parallel=parallel,
         num_chars=num_chars,
     )
 

@@ -113,7 +113,7 @@ def chat_render(chat: Any) -> Render:
         from server.api.tools import chosen_tools
 
         body = chat_of(validate(ChatBody, as_body(asked)))
-        tools = chosen_tools(body.tools, ("auto", {}), SchemaRules(), parallel=True).shown
+        tools = chosen_tools(body.tools, ("auto", {}), SchemaRules()).shown
         shown = rendered(chat, body.turns, tools)
         return shown.text, chat.encode(shown)
 

@@ -97,7 +97,7 @@ def test_every_field_that_brings_a_schema(close: bool) -> None:
         grammar = grammar_of(body, format_of(body.response_format), rules)
         assert grammar is not None and json.loads(grammar[0].source) == wanted
     tools = {"tools[0].function": FunctionBody(name="f", parameters=CITY)}
-    chosen = chosen_tools(tools, ("required", {}), rules, parallel=True)
+    chosen = chosen_tools(tools, ("required", {}), rules)
     assert chosen.callable["f"] == wanted
     assert chosen.shown is not None and chosen.shown[0]["function"]["parameters"] == CITY
 
@@ -214,7 +214,7 @@ def test_a_reference_may_have_any_name(reference: str) -> None:
     assert not grammar_problem(grammar_of_schema(schema, "schema", SchemaRules()))
     strict = FunctionBody(name="f", parameters={**one, "$defs": known}, strict=True)
     tools = {"tools[0]": strict}
-    check = chosen_tools(tools, ("auto", {}), SchemaRules(), parallel=True).strict["f"]
+    check = chosen_tools(tools, ("auto", {}), SchemaRules()).strict["f"]
     assert check.fits('{"a": {"city": "x"}}') and not check.fits('{"a": {"city": 1}}')
 
 
@@ -276,7 +276,7 @@ def test_a_tool_is_judged_where_its_schema_is_held() -> None:
         parameters = {"type": "object", "properties": {"tags": TAGS}}
         tool = FunctionBody(name="find", parameters=parameters, strict=strict)
         tools = {"tools[0].function": tool}
-        return chosen_tools(tools, (choice, {}), rules or SchemaRules(), parallel=True)
+        return chosen_tools(tools, (choice, {}), rules or SchemaRules())
 
     assert chosen("auto").callable["find"]["properties"] == {"tags": TAGS}
     for choice, strict in (("required", False), ("auto", True)):

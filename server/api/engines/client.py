@@ -439,12 +439,9 @@ class EngineClient:
             for account, engine in accounts
         ]
 
-    def submit(self, requests: Sequence[Request], *, deadline_s: float | None = None) -> Submission:
-        """Hand Requests to engines; all of them are taken or none.
-
-        deadline_s: time.monotonic() from which on it is too late. Raises QueueFullError,
-        LoadingError, DrainingError or NoEngineError.
-        """
+    def submit(self, requests: Sequence[Request]) -> Submission:
+        """Hand Requests to engines; all of them are taken or none. Raises QueueFullError,
+        LoadingError, DrainingError or NoEngineError."""
         if self.is_draining:
             raise DrainingError("The server is shutting down.", retry_after_s=5.0)
         if not self.waiting.has_room(requests, self._max_queued):
@@ -461,8 +458,6 @@ class EngineClient:
             slot = route(self.of(request.model), request) if len(requests) > 1 else first
             slot.hold(submission, account)
             slot.send(("submit", request))
-        if deadline_s is not None:
-            submission.expire_after(max(0.0, deadline_s - time.monotonic()))
         return submission
 
     # --- life ---

@@ -212,7 +212,8 @@ class Submission:
         self.wake()
 
     def expire_after(self, seconds: float) -> None:
-        """Abort with DeadlineExceededError when it is still open after so many seconds."""
+        """Abort with DeadlineExceededError when it is still open after so many seconds, soon where
+        they are over."""
         error = DeadlineExceededError(
             "The request took longer than its task allows.",
             headers=(("x-should-retry", "false"),),  # which OpenAI's clients heed

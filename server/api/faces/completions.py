@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import field
@@ -186,10 +187,6 @@ class _ChoiceWriter:
         self._order = order
         self._choice = choice
         self._has_begun = False
-        self._wanted = order.generation.logprobs
-        self._prompt_ids = choice.request.prompt_ids
-        self._table = order.table
-        self._names = order.token_names
         self._skip_special = choice.request.sampling.skip_special_tokens
         self._pieces, self._echo = self._prompt()
         self._counter = CharCounter(len(self._echo))
@@ -200,7 +197,8 @@ class _ChoiceWriter:
         generation = self._order.generation
         if not generation.echo:
             return [], ""
-        pieces = self._table.prompt_bytes(self._prompt_ids, skip_special=self._skip_special)
+        ids = self._choice.request.prompt_ids
+        pieces = self._order.table.prompt_bytes(ids, skip_special=self._skip_special)
         given = generation.prompts[self._choice.prompt_id]
         if isinstance(given, str) and generation.truncate_to is None:
             return pieces, given
@@ -213,15 +211,15 @@ class _ChoiceWriter:
         choice, order = self._choice, self._order
         piece = choice.take(delta)
         text = "".join([event for event in piece.events if isinstance(event, str)])
-        logprobs = None if self._wanted is None else Logprobs()
+        logprobs = None if order.generation.logprobs is None else Logprobs()
         if not self._has_begun:
             text = self._echo + text
-            if logprobs is not None:
+            if logprobs is not None and order.generation.echo:
                 self._add_prompt(logprobs, prompt_logprobs)
         if logprobs is not None:
             for entry in piece.logprobs:
-                data = self._table.join((entry.token_id,), skip_special=self._skip_special)
-                self._add(logprobs, self._counter.push(data), entry)
+                data = order.table.join((entry.token_id,), skip_special=self._skip_special)
+                self._add(logprobs, self._counter.push(data), entry.token_id, entry)
         shown = kind(text=text, index=choice.index, logprobs=logprobs, finish_reason=None)
         if delta.finish_reason is not None:
             shown.finish_reason = choice.end(shown)
@@ -232,27 +230,26 @@ class _ChoiceWriter:
         return shown, piece
 
     def _add_prompt(self, logprobs: Logprobs, entries: Sequence[TokenLogprob | None]) -> None:
-        counter = CharCounter()
-        for i, piece in enumerate(self._pieces):
-            offset = counter.push(piece)
-            entry = entries[i] if i < len(entries) else None
-            if entry is not None:
-                self._add(logprobs, offset, replace(entry, top=entry.top[: self._wanted]))
-            else:
-                logprobs.text_offset.append(offset)
-                logprobs.tokens.append(self._names[self._prompt_ids[i]])
-                logprobs.token_logprobs.append(None)
-                logprobs.top_logprobs.append(None)
+        counter, num_top = CharCounter(), self._order.generation.logprobs
+        ids = self._choice.request.prompt_ids
+        for piece, token_id, entry in zip_longest(self._pieces, ids, entries):
+            shown = None if entry is None else replace(entry, top=entry.top[:num_top])
+            self._add(logprobs, counter.push(piece), token_id, shown)
 
-    def _add(self, logprobs: Logprobs, offset: int, entry: TokenLogprob) -> None:
-        name, logprob = self._names[entry.token_id], max(entry.logprob, LOWEST_LOGPROB)
-        top: dict[str, float] = {}
-        for token_id, value in entry.top:
-            top.setdefault(self._names[token_id], max(value, LOWEST_LOGPROB))
-        top.setdefault(name, logprob)
+    def _add(
+        self, logprobs: Logprobs, offset: int, token_id: int, entry: TokenLogprob | None
+    ) -> None:
+        names = self._order.token_names
         logprobs.text_offset.append(offset)
-        logprobs.tokens.append(name)
-        logprobs.token_logprobs.append(logprob)
+        logprobs.tokens.append(names[token_id])
+        if entry is None:
+            logprobs.token_logprobs.append(None)
+            logprobs.top_logprobs.append(None)
+            return
+        top: dict[str, float] = {}
+        for other_id, value in (*entry.top, (token_id, entry.logprob)):
+            top.setdefault(names[other_id], max(value, LOWEST_LOGPROB))
+        logprobs.token_logprobs.append(max(entry.logprob, LOWEST_LOGPROB))
         logprobs.top_logprobs.append(top)
 
 

@@ -12,7 +12,7 @@ function rejectedPath(path) {
 
 /** What arrived of a completion, and its picture. */
 export class Answer {
-  steps = []; // {drafted, own, rejected}: one chunk is one step of the server
+  steps = []; // {name, text, drafted, own, rejected}: one chunk is one step of the server
   num = 0;
   length = 0; // characters so far
   usage = null;
@@ -95,10 +95,11 @@ export class Answer {
     const text = (own) =>
       runs.filter((run) => (run.source === null) === own).map((run) => run.text).join("");
     this.steps.push({
+      name: String(this.steps.length + 1),
       text: runs.map((run) => run.text).join(""),
       drafted: text(false),
       own: text(true),
-      rejected: rejected.map((r) => r.text),
+      rejected: rejected.map((path) => JSON.stringify(path.text)).join(", "),
     });
   }
 
@@ -123,16 +124,7 @@ export class Answer {
       element("li", {}, "plain text: the model's own"),
       element("li", {}, element("del", {}, "struck out"), " drafted and rejected"),
     );
-    if (this.table) this.#steps();
-  }
-
-  #steps() {
-    const rows = this.steps.map((step, i) => ({
-      name: String(i + 1),
-      drafted: step.drafted,
-      own: step.own,
-      rejected: step.rejected.map((text) => JSON.stringify(text)).join(", "),
-    }));
+    if (!this.table) return;
     fill(
       this.table,
       [
@@ -141,7 +133,7 @@ export class Answer {
         { title: "The model's own", text: true, of: (r) => r.own },
         { title: "Rejected", text: true, of: (r) => r.rejected },
       ],
-      rows,
+      this.steps,
       "No step was made.",
     );
   }

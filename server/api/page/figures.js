@@ -33,33 +33,29 @@ const GAUGES = [
   "up", "running", "waiting", "waiting_tokens", "kv_usage", "draft_budget", "vocab_size",
 ];
 
+/** The lists of a snapshot: what an entry is found by, and its members that are no counts. */
+const LISTS = {
+  tasks: [["task", "model"], []],
+  drafts: [["task", "drafter", "model"], []],
+  slices: [["task", "mode", "model"], ["ids"]],
+  engines: [["name"], [...GAUGES, "restarts"]],
+};
+
 /** What happened between two snapshots; older null means since the server started. */
 export function between(newer, older) {
-  const pick = (list, names) => {
-    const found = new Map(
-      (list ?? []).map((entry) => [names.map((name) => entry[name]).join("\0"), entry]),
-    );
-    return (entry) => found.get(names.map((name) => entry[name]).join("\0"));
-  };
-  const task = pick(older?.tasks, ["task", "model"]);
-  const drafts = pick(older?.drafts, ["task", "drafter", "model"]);
-  const slices = pick(older?.slices, ["task", "mode", "model"]);
-  const engine = pick(older?.engines, ["name"]);
-  return {
+  const span = {
     seconds: older === null ? null : newer.now_s - older.now_s,
     edges_s: newer.edges_s,
-    tasks: newer.tasks.map((entry) => difference(entry, task(entry))),
-    drafts: newer.drafts.map((entry) => difference(entry, drafts(entry))),
-    slices: newer.slices.map((entry) => ({
-      ...difference(entry, slices(entry)),
-      ids: entry.ids,
-    })),
-    engines: newer.engines.map((entry) => ({
-      ...difference(entry, engine(entry)),
-      ...Object.fromEntries(GAUGES.map((name) => [name, entry[name]])),
-      restarts: entry.restarts,
-    })),
   };
+  for (const [list, [names, kept]] of Object.entries(LISTS)) {
+    const key = (entry) => names.map((name) => entry[name]).join("\0");
+    const before = new Map((older?.[list] ?? []).map((entry) => [key(entry), entry]));
+    span[list] = newer[list].map((entry) => ({
+      ...difference(entry, before.get(key(entry))),
+      ...Object.fromEntries(kept.map((name) => [name, entry[name]])),
+    }));
+  }
+  return span;
 }
 
 /** One entry for all drafts (and one for all tasks) that a filter lets through. */
