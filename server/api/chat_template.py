@@ -113,16 +113,14 @@ def _raise_exception(message: object) -> None:
     raise TemplateRefusal(str(message))
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+)
+_ENVIRONMENT.filters["tojson"] = _tojson
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
 
 def _alternation(words: Iterable[str]) -> str:
@@ -216,7 +214,6 @@ class ChatTemplate:
         self.tool_source = tool_source or source
         self.constants = dict(constants or {})
         self._encoder = SegmentEncoder(tokenizer)
-        environment = _environment()
         literals: list[str] = []
         names: list[set[str]] = []
         compiled: list[jinja2.Template] = []
@@ -224,8 +221,8 @@ class ChatTemplate:
             if len(text) > MAX_TEMPLATE_CHARS:
                 raise ValueError(f"the chat template is longer than {MAX_TEMPLATE_CHARS}")
             try:
-                tree = environment.parse(text)
-                compiled.append(environment.from_string(text))
+                tree = _ENVIRONMENT.parse(text)
+                compiled.append(_ENVIRONMENT.from_string(text))
             except jinja2.TemplateSyntaxError as error:
                 raise ValueError(f"the chat template, line {error.lineno}: {error.message}") from (
                     None

@@ -174,8 +174,22 @@ class Gate:
         if path in self.open_paths or path in self.browser_paths:
             return
         ended_s = time.monotonic()
-        fields = request_fields(caller, ended_s)
-        fields.update(method=scope["method"], path=path[:128], status=status)
+        fields: dict[str, Any] = {
+            "request_id": caller.request_id,
+            "duration_ms": round((ended_s - caller.started_s) * 1e3, 1),
+        }
+        if caller.key is not None:
+            fields["key"] = caller.key.key_id
+        if caller.task:
+            fields["task"], fields["model"] = caller.task, caller.model
+        if accounts := caller.accounts:
+            first_s = min((s for a in accounts if (s := a.first_token_s) is not None), default=None)
+            fields["prompt_tokens"] = sum(a.num_prompt_tokens for a in accounts)
+            fields["completion_tokens"] = sum(a.num_completion_tokens for a in accounts)
+            fields["queue_ms"] = round(max(a.queue_s for a in accounts) * 1e3, 1)
+            if first_s is not None:
+                fields["first_token_ms"] = round((first_s - caller.started_s) * 1e3, 1)
+        fields |= {"method": scope["method"], "path": path[:128], "status": status}
         if code:
             fields["code"] = code
         if scope.get("client"):
@@ -208,38 +222,13 @@ async def check_query(request: Request) -> None:
             raise InvalidRequestError(f"{key}: may be given once.", param=key)
 
 
-# --- what is told of a request --------------------------------------------------------------------
-
-
-MAX_PROMPT_SPANS = 64
-"""Prompts of one request that get spans of their own."""
-
-
-def request_fields(caller: Caller, ended_s: float) -> dict[str, Any]:
-    """The log line's fields of a request: who, what, how long, how many tokens; no content."""
-    fields: dict[str, Any] = {
-        "request_id": caller.request_id,
-        "duration_ms": round((ended_s - caller.started_s) * 1e3, 1),
-    }
-    if caller.key is not None:
-        fields["key"] = caller.key.key_id
-    if caller.task:
-        fields["task"], fields["model"] = caller.task, caller.model
-    accounts = caller.accounts
-    if accounts:
-        first_s = min((s for a in accounts if (s := a.first_token_s) is not None), default=None)
-        fields["prompt_tokens"] = sum(a.num_prompt_tokens for a in accounts)
-        fields["completion_tokens"] = sum(a.num_completion_tokens for a in accounts)
-        fields["queue_ms"] = round(max(a.queue_s for a in accounts) * 1e3, 1)
-        if first_s is not None:
-            fields["first_token_ms"] = round((first_s - caller.started_s) * 1e3, 1)
-    return fields
-
-
 # --- spans, sent to a collector -------------------------------------------------------------------
 
 # By OpenTelemetry, over OTLP/HTTP, once a request has ended: no token waits for this. Only what is
 # below imports the opentelemetry packages (extra `tracing`).
+
+MAX_PROMPT_SPANS = 64
+"""Prompts of one request that get spans of their own."""
 
 
 class Traces:

@@ -156,15 +156,11 @@ class Submission:
     def answered(cls, requests: Sequence[Request], metrics: Metrics) -> Submission:
         """A Submission that needs no engine: every choice ended at once with no token (max_tokens
         0)."""
-        submission = cls(requests, metrics)
-        now_s = time.monotonic()
-        for i, request in enumerate(requests):
+        submission, now_s = cls(requests, metrics), time.monotonic()
+        for request in requests:
             for choice_id in range(request.num_choices):
                 delta = Delta(request.request_id, choice_id, (), finish_reason="length")
-                submission.accounts[i].observe(delta, now_s)
-                submission._arrived.append((i, delta))
-            submission.accounts[i].close("ok")
-        submission._open.clear()
+                submission.take(delta, now_s)
         return submission
 
     def __aiter__(self) -> AsyncIterator[list[tuple[int, Delta]]]:
@@ -249,7 +245,8 @@ class Submission:
                 self._open[delta.request_id] = (i, num_left)
             else:
                 del self._open[delta.request_id]
-                self.holders[delta.request_id].forget(delta.request_id)
+                if holder := self.holders.get(delta.request_id):
+                    holder.forget(delta.request_id)
                 account.close("ok")
         return not (self._waits_for_all and self._open)
 
