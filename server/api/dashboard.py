@@ -141,85 +141,69 @@ def add_dashboard(
         return JSONResponse(body, headers={"cache-control": "no-store"})
 
 
-_KEYS = {
-    "drafts": ("task", "drafter", "model"),
-    "tasks": ("task", "model"),
-    "slices": ("task", "mode", "model"),
-    "engines": ("engine",),
+_SECTIONS = {
+    ("task", "drafter", "model"): "drafts",
+    ("task", "model"): "tasks",
+    ("task", "mode", "model"): "slices",
+    ("engine", "model"): "engines",
 }
-"""The lists of a snapshot, and the labels that an entry of theirs is found by."""
+"""The lists of a snapshot, by the labels that tell their entries apart."""
 
-_SERIES: Mapping[str, tuple[str, str, str]] = {
-    f"tailor_{series}": (section, member, label)
-    for section, label, members in (
-        ("drafts", "", {
-            "prompt_tokens": "prompt_tokens_total",
-            "cached_tokens": "prompt_tokens_cached_total",
-            "tokens": "generation_tokens_total",
-            "steps": "spec_decode_num_decode_steps_total",
-            "drafts": "spec_decode_num_drafts_total",
-            "drafted": "spec_decode_num_draft_tokens_total",
-            "accepted": "spec_decode_num_accepted_tokens_total",
-            "expected": "spec_decode_expected_accepted_tokens_total",
-            "wasted": "spec_decode_num_wasted_rows_total",
-        }),
-        ("drafts", "position", {
-            "offered_by_position": "spec_decode_num_offered_per_pos_total",
-            "accepted_by_position": "spec_decode_num_accepted_tokens_per_pos_total",
-        }),
-        ("drafts", "source", {
-            "drafted_by_source": "spec_decode_num_draft_tokens_by_source_total",
-            "accepted_by_source": "spec_decode_num_accepted_tokens_by_source_total",
-        }),
-        ("drafts", "survival", {
-            "drafted_by_survival": "spec_decode_num_draft_tokens_by_survival_total",
-            "accepted_by_survival": "spec_decode_num_accepted_tokens_by_survival_total",
-        }),
-        ("drafts", "reason", {"no_draft": "spec_decode_num_no_draft_total"}),
-        ("tasks", "outcome", {"outcomes": "request_outcomes_total"}),
-        ("tasks", "le", {
-            "ttft": "time_to_first_token_seconds_bucket",
-            "inter_token": "inter_token_latency_seconds_bucket",
-            "end_to_end": "e2e_request_latency_seconds_bucket",
-            "queue": "request_queue_time_seconds_bucket",
-        }),
-        ("slices", "", {
-            "ids": "vocab_slice_ids",
-            "slice_steps": "vocab_slice_steps_total",
-            "full_steps": "vocab_full_steps_total",
-            "head_rows": "vocab_head_rows_total",
-            "windows": "vocab_verify_windows_total",
-            "verified": "vocab_verified_tokens_total",
-            "misses": "vocab_slice_misses_total",
-            "dropped": "vocab_dropped_tokens_total",
-        }),
-        ("engines", "", {
-            "up": "engine_up",
-            "running": "num_requests_running",
-            "waiting": "num_requests_waiting",
-            "waiting_tokens": "num_tokens_waiting",
-            "kv_usage": "kv_cache_usage_perc",
-            "draft_budget": "draft_budget",
-            "vocab_size": "model_vocab_size",
-            "steps": "engine_steps_total",
-            "step_s": "step_time_seconds_sum",
-            "model_s": "step_model_time_seconds_sum",
-            "propose_s": "propose_time_seconds_sum",
-            "preemptions": "num_preemptions_total",
-            "prefix_queries": "prefix_cache_queries_total",
-            "prefix_hits": "prefix_cache_hits_total",
-        }),
-        ("engines", "kind", {"rows": "engine_rows_total"}),
-    )
-    for member, series in members.items()
-}  # fmt: skip
-"""By series: the list of a snapshot, the member of an entry, and the label by whose values it
-holds several numbers, "" for one; of a histogram ("le") one a bucket."""
+_SERIES = {
+    f"tailor_{series}": member
+    for series, member in {
+        "prompt_tokens_total": "prompt_tokens",
+        "prompt_tokens_cached_total": "cached_tokens",
+        "generation_tokens_total": "tokens",
+        "spec_decode_num_decode_steps_total": "steps",
+        "spec_decode_num_drafts_total": "drafts",
+        "spec_decode_num_draft_tokens_total": "drafted",
+        "spec_decode_num_accepted_tokens_total": "accepted",
+        "spec_decode_expected_accepted_tokens_total": "expected",
+        "spec_decode_num_wasted_rows_total": "wasted",
+        "spec_decode_num_offered_per_pos_total": "offered_by_position",
+        "spec_decode_num_accepted_tokens_per_pos_total": "accepted_by_position",
+        "spec_decode_num_draft_tokens_by_source_total": "drafted_by_source",
+        "spec_decode_num_accepted_tokens_by_source_total": "accepted_by_source",
+        "spec_decode_num_draft_tokens_by_survival_total": "drafted_by_survival",
+        "spec_decode_num_accepted_tokens_by_survival_total": "accepted_by_survival",
+        "spec_decode_num_no_draft_total": "no_draft",
+        "request_outcomes_total": "outcomes",
+        "time_to_first_token_seconds_bucket": "ttft",
+        "inter_token_latency_seconds_bucket": "inter_token",
+        "e2e_request_latency_seconds_bucket": "end_to_end",
+        "request_queue_time_seconds_bucket": "queue",
+        "vocab_slice_ids": "ids",
+        "vocab_slice_steps_total": "slice_steps",
+        "vocab_full_steps_total": "full_steps",
+        "vocab_head_rows_total": "head_rows",
+        "vocab_verify_windows_total": "windows",
+        "vocab_verified_tokens_total": "verified",
+        "vocab_slice_misses_total": "misses",
+        "vocab_dropped_tokens_total": "dropped",
+        "engine_up": "up",
+        "num_requests_running": "running",
+        "num_requests_waiting": "waiting",
+        "num_tokens_waiting": "waiting_tokens",
+        "kv_cache_usage_perc": "kv_usage",
+        "draft_budget": "draft_budget",
+        "model_vocab_size": "vocab_size",
+        "engine_steps_total": "steps",
+        "step_time_seconds_sum": "step_s",
+        "step_model_time_seconds_sum": "model_s",
+        "propose_time_seconds_sum": "propose_s",
+        "num_preemptions_total": "preemptions",
+        "prefix_cache_queries_total": "prefix_queries",
+        "prefix_cache_hits_total": "prefix_hits",
+        "engine_rows_total": "rows",
+    }.items()
+}
+"""By series: the member of an entry. Of a series with a further label it holds several numbers, by
+that label's values, or of a histogram one a bucket."""
 
+_LATENCIES = [member for name, member in _SERIES.items() if name.endswith("_bucket")]
 _LOAD = frozenset(
-    name
-    for name, (section, member, _) in _SERIES.items()
-    if section == "engines" and member in ("up", "running", "waiting", "kv_usage")
+    name for name, member in _SERIES.items() if member in ("up", "running", "waiting", "kv_usage")
 )
 """Series that every key may see: how busy the engines are."""
 
@@ -235,10 +219,12 @@ def snapshot(client: EngineClient, view: View) -> dict[str, Any]:
     Of open requests a key that is no admin's sees its own.
     """
     is_cut, key = view.is_cut, view.key
-    told: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {section: {} for section in _KEYS}
+    told: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {
+        section: {} for section in _SECTIONS.values()
+    }
     engines = told["engines"]
     for engine in client.engines():
-        engines[(engine["name"],)] = {**engine, "rows": {}}
+        engines[engine["name"], engine["model"]] = {**engine, "rows": {}}
     for family in client.metrics.families(_SERIES):
         for sample in family.samples:
             name, labels, value = sample.name, sample.labels, sample.value
@@ -247,20 +233,22 @@ def snapshot(client: EngineClient, view: View) -> dict[str, Any]:
             task = labels.get("task")
             if task is not None and not view.sees(task, labels["model"]):
                 continue
-            section, member, label = _SERIES[name]
-            found_by = {by: labels[by] for by in _KEYS[section]}
-            at = tuple(found_by.values())
+            member, keys, label = _SERIES[name], tuple(labels), ""
+            if keys not in _SECTIONS:
+                keys, label = keys[:-1], keys[-1]
+            section = _SECTIONS[keys]
+            at = tuple(labels[key] for key in keys)
             if section == "engines" and at not in engines:
                 continue
-            entry = told[section].setdefault(at, found_by)
+            entry = told[section].setdefault(at, dict(zip(keys, at, strict=True)))
             if not label:
                 entry[member] = value
             elif label == "le":
                 entry.setdefault(member, []).append(value)
             else:
                 entry.setdefault(member, {})[labels[label]] = value
-    for section, member, label in _SERIES.values():
-        for entry in told[section].values() if label == "le" else ():
+    for entry in told["tasks"].values():
+        for member in _LATENCIES:
             counts = entry.get(member, [0.0] * (len(LATENCY_BUCKETS_S) + 1))
             entry[member] = [
                 int(count - before) for count, before in zip(counts, [0.0, *counts], strict=False)
