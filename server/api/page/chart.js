@@ -113,12 +113,9 @@ export class Chart {
   #point(event) {
     const box = this.plot.getBoundingClientRect();
     const age = (1 - (event.clientX - box.left) / box.width) * this.#length;
-    let nearest = null;
-    for (const point of this.#points) {
-      if (point.value === null) continue;
-      if (nearest === null || Math.abs(point.age_s - age) < Math.abs(nearest.age_s - age)) nearest = point;
-    }
-    if (nearest === null) {
+    const away = (point) => Math.abs(point.age_s - age);
+    const [nearest] = this.#points.filter((p) => p.value !== null).sort((a, b) => away(a) - away(b));
+    if (!nearest) {
       this.#leave();
       return;
     }

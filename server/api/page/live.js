@@ -110,10 +110,12 @@ function draw() {
       ? "All since the server started."
       : `The last ${seconds(span.seconds)}.`;
 
-  const ever = total(between(newest, null).drafts.filter(wanted));
+  // For a time in which nothing was generated: all since the start.
+  const told = busy || start === null ? drafts : total(between(newest, null).drafts.filter(wanted));
+  const since = told !== drafts && told.steps > 0 ? "Since the start: " : "";
   const between_s = busy ? quantile(span.edges_s, tasks.inter_token, 0.5) : null;
   byId("headline").textContent =
-    (busy || start === null ? headline(drafts) : sinceStart(ever)) +
+    `${since}${headline(told)}` +
     (between_s === null ? "" : ` ${seconds(between_s)} between two tokens of an answer, the median.`);
   drawTiles(newest, span, drafts, tasks, engines);
   drawCharts(task);
@@ -132,11 +134,6 @@ function offerTasks(newest) {
     ...names.map((name) => element("option", { value: name }, name)),
   ]);
   taskSelect.value = names.includes(chosen) ? chosen : "";
-}
-
-/** The same for a time in which nothing was generated. */
-function sinceStart(drafts) {
-  return (drafts.steps ?? 0) > 0 ? `Since the start: ${headline(drafts)}` : headline(drafts);
 }
 
 /** What drafting did, in a sentence. */
