@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -257,9 +257,9 @@ class ChatTemplate:
         """Whether the template reads tools."""
         return "tools" in self._tool_names
 
-    def uses(self, name: str, *, with_tools: bool = False) -> bool:
-        """Whether the template reads a variable of that name."""
-        return name in (self._tool_names if with_tools else self._names)
+    def reads(self, *, with_tools: bool) -> Set[str]:
+        """The names of the variables that the template reads."""
+        return self._tool_names if with_tools else self._names
 
     def render(
         self,

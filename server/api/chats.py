@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -132,7 +132,8 @@ async def generation_of(
     num_chars += tools.num_chars + sum(
         64 + sum(len(call.arguments) for call in turn.calls) for turn in chat.turns
     )
-    variables = _variables(chat, template, tools.shown is not None and template.has_tools)
+    with_tools = tools.shown is not None and template.has_tools
+    variables = _variables(chat, template.reads(with_tools=with_tools))
     if chat.continues and (chat.turns[-1].role != "assistant" or chat.turns[-1].calls):
         raise InvalidRequestError(
             "the last message must be an assistant's text.", at="continue_final_message"
@@ -288,18 +289,17 @@ def _shown_call(call: Call) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def _variables(chat: Chat, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:
+def _variables(chat: Chat, reads: Set[str]) -> dict[str, Any]:
     """The template's variables that the client sets. Raises UnsupportedFieldError for one that the
     template does not read."""
     variables: dict[str, Any] = {}
     for name, value in (chat.variables or {}).items():
-        uses = template.uses(name, with_tools=with_tools)
-        if value is None or (value is False and name in THINKING and not uses):
+        if value is None or (value is False and name in THINKING - reads):
             continue  # without that variable in the template, the model does not think anyway
         at = chat.body.called("chat_template_kwargs", echoed(name, 40).strip(chr(39)))
         kind = TEMPLATE_KWARGS.get(name)
-        if kind is None or not uses:
-            known = [n for n in TEMPLATE_KWARGS if template.uses(n, with_tools=with_tools)]
+        if kind is None or name not in reads:
+            known = [n for n in TEMPLATE_KWARGS if n in reads]
             raise UnsupportedFieldError(
                 f"this model's chat template takes {', '.join(known) or 'no arguments'}.", at=at
             )
@@ -308,7 +308,7 @@ def _variables(chat: Chat, template: ChatTemplate, with_tools: bool) -> dict[str
             raise InvalidRequestError(f"must be {told}; got {echoed(value)}.", at=at)
         variables[name] = value
     if chat.effort is not None:
-        for name, value in _effort(chat, chat.effort, template, with_tools).items():
+        for name, value in _effort(chat, chat.effort, reads).items():
             if variables.setdefault(name, value) != value:
                 other = chat.body.called("chat_template_kwargs", name)
                 raise InvalidRequestError(
@@ -318,16 +318,16 @@ def _variables(chat: Chat, template: ChatTemplate, with_tools: bool) -> dict[str
     return variables
 
 
-def _effort(chat: Chat, effort: str, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:
+def _effort(chat: Chat, effort: str, reads: Set[str]) -> dict[str, Any]:
     """The template's variables for reasoning_effort.
 
     A template that reads it gets it. One that can only switch thinking gets it off for none and
     minimal, and on for more. A model whose template has no thinking never thinks: efforts that ask
     for little change nothing, the others are refused.
     """
-    if template.uses("reasoning_effort", with_tools=with_tools):
+    if "reasoning_effort" in reads:
         return {"reasoning_effort": effort}
-    if template.uses("enable_thinking", with_tools=with_tools):
+    if "enable_thinking" in reads:
         if effort not in EFFORTS:
             raise InvalidRequestError(
                 f"must be one of {', '.join(EFFORTS)}; got {echoed(effort, 40)}.",
