@@ -93,14 +93,9 @@ class Caller:
 
     def check_task(self, task: str) -> None:
         """Raise CallFailedError at once for a wrong address, key or task."""
-        base = self.endpoint.base
-        url = f"{base}/models/{quote(task)}"
-        try:
+        url = f"{self.endpoint.base}/models/{quote(task)}"
+        with _calling(self.endpoint):
             self._runner.run(self._send("GET", url, None, may_be_lost=False))
-        except httpx.HTTPError as error:
-            raise _unreachable(self.endpoint, error) from None
-        except RefusedError as error:
-            raise CallFailedError(f"{base}: {error}") from None
 
     def answers(
         self,
@@ -183,10 +178,8 @@ def call(
 
     Raises CallFailedError.
     """
-    try:
+    with _calling(endpoint):
         return json.loads(tell(endpoint, route, body, timeout_s, method))
-    except ValueError:
-        raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
 
 
 def tell(
@@ -198,7 +191,7 @@ def tell(
 ) -> str:
     """The text that a server answers to one request, which is not sent again. Raises
     CallFailedError."""
-    try:
+    with _calling(endpoint):
         response = httpx.request(
             method,
             endpoint.base + route,
@@ -206,11 +199,9 @@ def tell(
             headers=endpoint.headers,
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
         )
-    except httpx.HTTPError as error:
-        raise _unreachable(endpoint, error) from None
-    if not response.is_success:
-        raise CallFailedError(f"{endpoint.base}: {RefusedError(response)}")
-    return response.text
+        if not response.is_success:
+            raise RefusedError(response)
+        return response.text
 
 
 def events(
@@ -218,33 +209,40 @@ def events(
 ) -> Iterator[dict[str, Any]]:
     """The chunks of a streamed answer. Raises CallFailedError."""
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-    try:
-        with httpx.stream(
+    with (
+        _calling(endpoint),
+        httpx.stream(
             "POST", endpoint.base + route, json=body, headers=endpoint.headers, timeout=timeout
-        ) as response:
-            if not response.is_success:
-                response.read()
-                raise CallFailedError(str(RefusedError(response)))
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    chunk = json.loads(line[6:])
-                    if "error" in chunk:
-                        raise CallFailedError(str(chunk["error"].get("message")))
-                    yield chunk
-    except httpx.HTTPError as error:
-        raise _unreachable(endpoint, error) from None
-    except ValueError:
-        raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
+        ) as response,
+    ):
+        if not response.is_success:
+            response.read()
+            raise CallFailedError(str(RefusedError(response)))
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                return
+            if line.startswith("data: "):
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise CallFailedError(str(chunk["error"].get("message")))
+                yield chunk
     raise CallFailedError(f"{endpoint.base}: the stream ended too early")
 
 
-def _unreachable(endpoint: Endpoint, error: httpx.HTTPError) -> CallFailedError:
-    reason = str(error) or type(error).__name__
-    if isinstance(error, httpx.ConnectError):
-        reason = "nothing answers there; is the server running?"
-    return CallFailedError(f"{endpoint.base} cannot be reached: {reason}")
+@contextlib.contextmanager
+def _calling(endpoint: Endpoint) -> Iterator[None]:
+    """What goes wrong within is a CallFailedError."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, httpx.ConnectError):
+            reason = "nothing answers there; is the server running?"
+        raise CallFailedError(f"{endpoint.base} cannot be reached: {reason}") from None
+    except RefusedError as error:
+        raise CallFailedError(f"{endpoint.base}: {error}") from None
+    except ValueError:
+        raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
 
 
 RETRY_STATUS = frozenset({429, 502, 503, 504})
