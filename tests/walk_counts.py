@@ -52,7 +52,7 @@ BOUNDS = {
     "drafting step, 1 choice: calls": 61,
     "drafting step, 1 choice: files": 15,
     "drafting step, 8 choices: calls": 205,
-    "request, API: calls": 199,
+    "request, API: calls": 198,
     "request, API: files": 17,
     "request, engine: calls": 430,
     "request, engine: files": 26,
