@@ -140,7 +140,7 @@ class ToolReader:
         next(self._reading, None)
         self._tell_arguments()
         events, self._events = self._events, []
-        return _joined(events)
+        return events
 
     def finish(self) -> list[ToolEvent]:
         """The events that waited for the end of the text."""
@@ -190,12 +190,12 @@ class ToolReader:
                 if is_call:
                     yield from self._after()
                     continue
-                self._events.append(self._take())
+                self._say(self._take())
                 yield from self._plain() if self._style == "llama3" else self._content()
         except _Ended:
             left = "" if self._is_reported else self._take_all()
             if left and not (self.num_calls and left.isspace()):
-                self._events.append(left)
+                self._say(left)
         while True:  # what follows is not told
             self._take_all()
             yield
@@ -214,7 +214,7 @@ class ToolReader:
     def _plain(self) -> _Reading[None]:
         """Content to the end."""
         while True:
-            self._events.append(self._take_all())
+            self._say(self._take_all())
             yield from self._more()
 
     def _content(self, *, behind_call: bool = False) -> _Reading[None]:
@@ -230,7 +230,7 @@ class ToolReader:
             is_said = bool(text[num_spaces:end].strip(_SPACE))
             content = text[start:end].rstrip(_SPACE) if is_said else ""
             if content:
-                self._events.append(content)
+                self._say(content)
                 behind_call = False
             self._text = text[start + len(content) :]
             num_spaces = end - start - len(content)
@@ -378,22 +378,16 @@ class ToolReader:
         self._is_reported = True
 
     def _tell_arguments(self) -> None:
-        if self._is_reported and self._arguments:
-            self._events.append(ArgumentsPiece(self.num_calls - 1, "".join(self._arguments)))
+        if self._is_reported and (text := "".join(self._arguments)):
+            self._events.append(ArgumentsPiece(self.num_calls - 1, text))
             self._arguments.clear()
 
-
-def _joined(events: Sequence[ToolEvent]) -> list[ToolEvent]:
-    """Neighbouring pieces of content as one; no empty pieces."""
-    joined: list[ToolEvent] = []
-    for event in events:
-        if event == "" or (isinstance(event, ArgumentsPiece) and not event.text):
-            continue
-        if isinstance(event, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += event
-        else:
-            joined.append(event)
-    return joined
+    def _say(self, content: str) -> None:
+        """Neighbouring pieces of content are one; none is empty."""
+        if content and self._events and isinstance(last := self._events[-1], str):
+            self._events[-1] = last + content
+        elif content:
+            self._events.append(content)
 
 
 def _json_of(text: str) -> Any:
