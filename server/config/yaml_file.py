@@ -34,7 +34,8 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A YAML file: plain values, and the line (from 1) of every key path in it."""
+    """A YAML file: plain values, and the line (from 1) of every key path in it. A key without a
+    value ("sampling:" and nothing below it) is the default, not null: it has a line alone."""
 
     source: str
     data: Any
@@ -149,14 +150,14 @@ def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, int], source: str) -
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(f"{source}:{line}: a key must be a plain word")
             key = str(key_node.value)
-            if key in values:
-                first = lines[(*path, key)]
+            if first := lines.get((*path, key)):
                 raise ConfigError(
                     f"{source}:{line}: {dotted((*path, key))}: is there twice (first in line "
                     f"{first})"
                 )
             lines[(*path, key)] = line
-            values[key] = _plain(value_node, (*path, key), lines, source)
+            if (value := _plain(value_node, (*path, key), lines, source)) is not None:
+                values[key] = value
         return values
     text, kind = str(node.value), node.tag.rsplit(":", 1)[-1]
     if kind == "null":
@@ -198,21 +199,11 @@ def validate(model: type[_Model], document: Document) -> _Model:
     data = document.data if document.data is not None else {}
     if not isinstance(data, dict):
         raise document.error((), "must be a mapping of keys to values")
-    data = _without_empty_sections(data)
     try:
         folder = Path(document.source).resolve().parent
         return model.model_validate(data, context={"folder": folder})
     except ValidationError as error:
         raise ConfigError(_problems(model, document, error)) from None
-
-
-def _without_empty_sections(data: dict[str, Any]) -> dict[str, Any]:
-    """A key without a value ("sampling:" and nothing below it) is the default, not null."""
-    return {
-        key: _without_empty_sections(value) if isinstance(value, dict) else value
-        for key, value in data.items()
-        if value is not None
-    }
 
 
 _PLAIN = {"missing": "is missing", "model_type": "must be a mapping of keys to values"}

@@ -129,15 +129,16 @@ def test_missing_and_undecodable_files(tmp_path: Path) -> None:
 
 
 def test_yaml_is_the_core_schema() -> None:
-    text = "a: off\nb: 010\nc: 1:30\nd: 2020-01-01\ne: yes\nf: 1e3\ng: ~\nh: true\ni: 0x1f\nj: .5"
+    text = "a: off\nb: 010\nc: 1:30\nd: 2020-01-01\ne: yes\nf: 1e3\ng: [~]\nh: true\ni: 0x1f\nj: .5"
     assert parse_yaml(text, "F").data == {
-        "a": "off", "b": 10, "c": "1:30", "d": "2020-01-01", "e": "yes", "f": 1000.0, "g": None,
+        "a": "off", "b": 10, "c": "1:30", "d": "2020-01-01", "e": "yes", "f": 1000.0, "g": (None,),
         "h": True, "i": "0x1f", "j": 0.5,
     }  # fmt: skip
 
 
 def test_name_defaults_to_the_file_s(tmp_path: Path) -> None:
     assert _task(tmp_path, "", "tag-it.yaml").name == "tag-it"
+    assert _task(tmp_path, "name:\n", "tag-it.yaml").name == "tag-it"
     assert _task(tmp_path, "name: other\n", "tag-it.yaml").name == "other"
 
 
@@ -271,7 +272,7 @@ def test_keys_come_from_their_source_and_are_not_shown(
     (tmp_path / "key.txt").write_text("from-file\nmore\n")
     path = tmp_path / "server.yaml"
     path.write_text(
-        "keys:\n  - {id: a, key: literal-1}\n  - {id: b, env: SOME_KEY}\n"
+        "keys:\n  - {id: a, key: literal-1, admin: ~}\n  - {id: b, env: SOME_KEY}\n"
         "  - {id: c, file: key.txt}\n"
     )
     monkeypatch.setenv("SOME_KEY", "from-env")
