@@ -24,7 +24,7 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -124,55 +124,6 @@ class Coverage:
     @property
     def document_miss_rate(self) -> float:
         return self.num_documents_missed / self.num_documents if self.num_documents else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileReport:
-    """What building a profile found.
-
-    num_unfiltered: unique output ids. num_input_aware, num_language, num_tolerance: left after
-    each filter in turn (equal to the one before where a filter is off). num_ids: T with the
-    required ids. heldout: None without held-out documents. head_bytes_saved: per head read, None
-    when the width is unknown. worst_missed: (id, text, times) on the held-out documents.
-    """
-
-    num_documents: int
-    num_unfiltered: int
-    num_input_aware: int
-    num_language: int
-    num_tolerance: int
-    num_ids: int
-    vocab_size: int
-    heldout: Coverage | None = None
-    head_bytes_saved: int | None = None
-    worst_missed: tuple[tuple[int, str, int], ...] = ()
-
-    def text(self) -> str:
-        """For a terminal."""
-        share = 100.0 * self.num_ids / self.vocab_size
-        lines = [
-            f"documents          {self.num_documents}",
-            f"output ids         {self.num_unfiltered}",
-            f"+ input-aware      {self.num_input_aware}",
-            f"+ language         {self.num_language}",
-            f"+ tolerance        {self.num_tolerance}",
-            f"T with required    {self.num_ids} of {self.vocab_size} ({share:.2f} %)",
-        ]
-        if self.head_bytes_saved is not None:
-            lines.append(f"head bytes saved   {self.head_bytes_saved / 1e6:.1f} MB per token")
-        held = self.heldout
-        if held is None:
-            lines.append("held-out           none")
-            return "\n".join(lines)
-        lines += [
-            f"held-out documents {held.num_documents} ({held.num_tokens} output tokens)",
-            f"mean dynamic       {held.mean_dynamic:.1f} prompt ids outside T",
-            f"coverage           {100 * held.recall:.2f} % of tokens",
-            f"miss rate          {100 * held.miss_rate:.2f} % of tokens, "
-            f"{100 * held.document_miss_rate:.1f} % of documents",
-        ]
-        lines += [f"missed             {n:5d} x {text!r} ({i})" for i, text, n in self.worst_missed]
-        return "\n".join(lines)
 
 
 # -- Algorithm 1 -------------------------------------------------------------------------------
@@ -421,42 +372,67 @@ def build_profile(
     fill = fill_order(examples, static)
     gains = fill_gains(fill, coverage) if coverage else np.zeros(fill.shape[0], np.float32)
     worst = () if coverage is None else coverage.missed[:_NUM_WORST]
-    report = ProfileReport(
-        len(examples),
-        len(np.unique(np.concatenate([example.output_ids for example in examples]))),
-        num_input_aware,
-        num_language,
-        len(ids),
-        static.num_ids,
-        num,
-        coverage,
-        None if head_row_bytes is None else (num - static.num_ids) * head_row_bytes,
-        tuple((i, tokens.bytes_of(i).decode("utf-8", "replace"), n) for i, n in worst),
-    )
+    report = {
+        "num_documents": len(examples),
+        "num_unfiltered": len(np.unique(np.concatenate([one.output_ids for one in examples]))),
+        "num_input_aware": num_input_aware,
+        "num_language": num_language,
+        "num_tolerance": len(ids),
+        "num_ids": static.num_ids,
+        "vocab_size": num,
+        "heldout": None if coverage is None else asdict(coverage),
+        "head_bytes_saved": head_row_bytes and (num - static.num_ids) * head_row_bytes,
+        "worst_missed": [(i, tokens.bytes_of(i).decode("utf-8", "replace"), n) for i, n in worst],
+    }
     manifest = {
         "fingerprint": tokens.fingerprint.hex(),
         "corpus_sha256": corpus_hash(examples),
         "settings": asdict(settings),
         "versions": {"profile": VERSION} | {name: version(name) for name in ("numpy", *tables)},
-        "report": asdict(report),
+        "report": report,
     }
     # Through JSON once, so that a profile in memory and one from a file are equal.
     return VocabProfile(static, fill, gains, json.loads(json.dumps(manifest)))
 
 
-def report_of(manifest: dict[str, Any]) -> ProfileReport:
-    """The report in a manifest. Raises ProfileFileError when there is none."""
+def report_text(manifest: Mapping[str, Any]) -> str:
+    """What building a profile found, for a terminal. Raises ProfileFileError for a manifest that
+    does not say.
+
+    Of its "report": num_unfiltered: unique output ids. num_input_aware, num_language,
+    num_tolerance: left after each filter in turn (equal to the one before where a filter is off).
+    num_ids: T with the required ids. heldout: a Coverage, None without held-out documents.
+    head_bytes_saved: per head read, None when the width is unknown. worst_missed: (id, text, times)
+    on the held-out documents.
+    """
     try:
-        raw = dict(manifest["report"])
-        held = None if raw["heldout"] is None else dict(raw["heldout"])
-        del raw["heldout"]
-        worst = tuple((int(i), str(text), int(n)) for i, text, n in raw.pop("worst_missed"))
-        coverage = None
-        if held is not None:
-            missed = tuple((int(i), int(n)) for i, n in held.pop("missed"))
-            coverage = Coverage(**held, missed=missed)
-        return ProfileReport(**raw, heldout=coverage, worst_missed=worst)
-    except (KeyError, TypeError, ValueError) as error:
+        report = manifest["report"]
+        share = 100.0 * report["num_ids"] / report["vocab_size"]
+        lines = [
+            f"documents          {report['num_documents']}",
+            f"output ids         {report['num_unfiltered']}",
+            f"+ input-aware      {report['num_input_aware']}",
+            f"+ language         {report['num_language']}",
+            f"+ tolerance        {report['num_tolerance']}",
+            f"T with required    {report['num_ids']} of {report['vocab_size']} ({share:.2f} %)",
+        ]
+        if (saved := report["head_bytes_saved"]) is not None:
+            lines.append(f"head bytes saved   {saved / 1e6:.1f} MB per token")
+        if report["heldout"] is None:
+            return "\n".join([*lines, "held-out           none"])
+        held = Coverage(**report["heldout"])
+        lines += [
+            f"held-out documents {held.num_documents} ({held.num_tokens} output tokens)",
+            f"mean dynamic       {held.mean_dynamic:.1f} prompt ids outside T",
+            f"coverage           {100 * held.recall:.2f} % of tokens",
+            f"miss rate          {100 * held.miss_rate:.2f} % of tokens, "
+            f"{100 * held.document_miss_rate:.1f} % of documents",
+        ]
+        missed = report["worst_missed"]
+        return "\n".join(
+            [*lines, *(f"missed             {n:5d} x {t!r} ({i})" for i, t, n in missed)]
+        )
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ProfileFileError("the manifest holds no report") from error
 
 

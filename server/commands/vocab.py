@@ -65,7 +65,7 @@ def profile(
         Path | None, FOLDER, Parameter(help="also write vocab_map.safetensors here")
     ] = None,
 ) -> int:
-    from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_of
+    from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_text
     from vocab_store.slice import RequiredIds, export_vocab_map
 
     if filters.block and not filters.language:
@@ -103,7 +103,7 @@ def profile(
         if export_edge_llm is not None:
             with writing(export_edge_llm):
                 export_vocab_map(made.slice, export_edge_llm)
-    print(f"{report_of(made.manifest).text()}\nwritten to         {output}")
+    print(f"{report_text(made.manifest)}\nwritten to         {output}")
     return 0
 
 
@@ -127,7 +127,7 @@ def _documents(
 
 
 def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /) -> int:
-    from vocab_store.profile import VocabProfile, report_of
+    from vocab_store.profile import VocabProfile, report_text
 
     with refused(), writing(profile):
         made = VocabProfile.load(profile)
@@ -136,5 +136,5 @@ def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /
     print(f"corpus             {made.manifest['corpus_sha256'][:16]}")
     print(f"settings           {json.dumps(made.manifest['settings'], sort_keys=True)}")
     print(f"fill order         {made.fill_ids.shape[0]} ids")
-    print(report_of(made.manifest).text())
+    print(report_text(made.manifest))
     return 0

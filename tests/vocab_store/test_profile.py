@@ -27,7 +27,6 @@ from vocab_store.profile import (
     corpus_hash,
     document_frequencies,
     measure_coverage,
-    report_of,
     tolerance_filter,
 )
 from vocab_store.slice import RequiredIds, VocabSlice, export_vocab_map
@@ -142,11 +141,11 @@ def test_each_filter_is_switchable_and_reported(
     made = build_profile(given, LETTERS, REQUIRED, chosen, head_row_bytes=10)
     with pytest.raises(VocabStoreError, match="at least one document"):
         build_profile([], LETTERS, REQUIRED, chosen)
-    told = report_of(made.manifest)
-    found = told.num_unfiltered, told.num_input_aware, told.num_language, told.num_tolerance
-    assert found == left
-    assert told.num_ids == made.slice.num_ids
-    assert told.head_bytes_saved == (V - made.slice.num_ids) * 10
+    told = made.manifest["report"]
+    filters = ("unfiltered", "input_aware", "language", "tolerance")
+    assert tuple(told[f"num_{name}"] for name in filters) == left
+    assert told["num_ids"] == made.slice.num_ids
+    assert told["head_bytes_saved"] == (V - made.slice.num_ids) * 10
 
 
 def test_coverage_counts_tokens_documents_and_dynamic_rows() -> None:
@@ -161,11 +160,10 @@ def test_coverage_counts_tokens_documents_and_dynamic_rows() -> None:
     assert static_only.missed == ((7, 2), (2, 1))
     assert measure_coverage(made, [example([], [9, 8])]).missed == ((8, 1), (9, 1))
     many = [example([], [8, 8, *range(9, 25)])]
-    told = report_of(
-        build_profile(heldout, LETTERS, REQUIRED, ProfileSettings(), heldout=many).manifest
-    )
-    assert told.worst_missed[0] == (8, "i", 2)
-    assert [i for i, *_ in told.worst_missed] == list(range(8, 18)), "the ten most frequent"
+    told = build_profile(heldout, LETTERS, REQUIRED, ProfileSettings(), heldout=many).manifest
+    worst = told["report"]["worst_missed"]
+    assert worst[0] == [8, "i", 2]
+    assert [i for i, *_ in worst] == list(range(8, 18)), "the ten most frequent"
     assert static_pruning_ids(heldout, REQUIRED).ids.tolist() == [0, 1, 2, 3, 4, 7]
 
 
@@ -193,9 +191,9 @@ def test_a_profile_file_is_read_back_whole(made: VocabProfile, tmp_path: Path) -
     assert back.slice.vocab_size == V
     np.testing.assert_array_equal(back.fill_ids, made.fill_ids)
     np.testing.assert_array_equal(back.fill_gains, made.fill_gains)
-    assert report_of(back.manifest) == report_of(made.manifest)
+    assert back.manifest["report"] == made.manifest["report"]
     assert back.miss_rate == 0.5 and not back.slice.ids.flags.writeable
-    assert report_of(back.manifest).worst_missed == ((8, "i", 1),)
+    assert back.manifest["report"]["worst_missed"] == [[8, "i", 1]]
 
 
 def test_a_profile_that_is_damaged_or_of_another_tokenizer_is_refused(
