@@ -247,13 +247,6 @@ class _Loss(torch.autograd.Function):
 # --- attention ------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Holder:
-    """Where attention finds the layout of the microbatch that it runs in. One writer: Tuned."""
-
-    layout: Layout | None = None
-
-
 def _attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -270,8 +263,8 @@ def _attention(
     head_dim]; returns ([b, t, heads, head_dim], None). Without a layout every line is a text."""
     if attention_mask is not None:
         raise ValueError("its attention asks for a mask, which is not computed")
-    holder: Any = module.tailor_holder
-    layout: Layout | None = holder.layout
+    config: Any = module.config  # where Tuned.loss puts it
+    layout: Layout | None = config.tailor_layout
     key, value = key.to(query.dtype), value.to(query.dtype)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -349,7 +342,6 @@ class Tuned:
     options: LoraOptions
     is_packed: bool
     dtype: torch.dtype
-    holder: _Holder
 
     @property
     def device(self) -> torch.device:
@@ -370,7 +362,7 @@ class Tuned:
     def loss(self, batch: Microbatch) -> torch.Tensor:
         """Sum of -ln p over the batch's output ids; the softmax is in float32. `backward` of it
         must be called before the next."""
-        self.holder.layout = batch.layout
+        self.module.config.tailor_layout = batch.layout
         body = self.module.get_decoder()
         states = body(
             input_ids=batch.input_ids, position_ids=batch.positions, use_cache=False
@@ -435,14 +427,11 @@ def prepare(
     trained |= {id(p) for p in (own_embedding.rows, own_head.rows) if p is not None}
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in trained)
-    holder = _Holder()
-    for part in module.modules():
-        part.tailor_holder = holder
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
     module.set_attn_implementation(ATTENTION)
     kinds = set(getattr(config, "layer_types", None) or ())
     is_packed = kinds <= {"full_attention", "sliding_attention"}
-    return Tuned(module, own_embedding, own_head, enrichment, options, is_packed, dtype, holder)
+    return Tuned(module, own_embedding, own_head, enrichment, options, is_packed, dtype)
 
 
 def plan_memory(

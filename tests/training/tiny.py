@@ -55,7 +55,7 @@ def shake(given: Tuned, seed: int = 3, scale: float = 0.1) -> Tuned:
 def next_id(given: Tuned, prompt: Sequence[int], but: int | None = None) -> int:
     """The likeliest id behind a prompt, which is not `but`."""
     given.module.eval()
-    given.holder.layout = None
+    given.module.config.tailor_layout = None
     with torch.no_grad():
         states = given.module.get_decoder()(
             input_ids=torch.tensor([list(prompt)]), use_cache=False
