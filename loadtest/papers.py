@@ -312,7 +312,7 @@ def vocabtailor(*, sets: SetOptions = _SETS, options: PaperOptions = _PAPER) -> 
     from vocab_store.profile import model_facts
 
     own = Sets(sets, SLICE_SETS)
-    row_mb = 4e-6 * model_facts(model_folder(sets.model))[1]
+    row_mb = 4e-6 * model_facts(model_folder(sets.model))[0]
     asked = SliceOptions(data=own.folder, model=sets.model, train=sets.corpus_examples)
     lines: list[list[Any]] = []
     for name in own.names:

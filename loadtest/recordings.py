@@ -57,7 +57,7 @@ def open_ids(model: str) -> Ids:
     if folder is None:
         raise ValueError(f"{model} is not in the cache: tailor models fetch {model}")
     tokenizer, table, eos = open_table(folder)
-    required = RequiredIds.from_tokens(table, model_facts(folder)[2])
+    required = RequiredIds.from_tokens(table, model_facts(folder)[1])
     return Ids(tokenizer, eos, table, required)
 
 

@@ -395,11 +395,12 @@ def open_table(folder: Path) -> tuple[Any, TokenBytes, int]:
     from tokenizers import Tokenizer
 
     from server import token_bytes
+    from server.model.families import text_values
 
     config = parsed((folder / "config.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = text_values(config)
     # Of the tokenizer as its file has it: the server's table has this fingerprint.
-    text = config.get("text_config") or config  # of a multimodal model, which may say no size
     table = token_bytes.build(tokenizer, text.get("vocab_size"))
     tokenizer.no_truncation()
     tokenizer.no_padding()

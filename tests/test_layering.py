@@ -122,7 +122,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "drafters",
         "vocab_store",
     },
-    "server.datasets": {*FILES, "server.errors", "server.token_bytes"},
+    "server.datasets": {*FILES, "server.errors", "server.model.families", "server.token_bytes"},
     "server.commands.tune": TUNE,
     "server.commands.tune_choice": TUNE,
     "server.commands.tune_data": TUNE,

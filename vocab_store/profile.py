@@ -442,17 +442,17 @@ def eos_ids(values: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
     return tuple(sorted({i for i in ids if type(i) is int and 0 <= i < vocab_size}))
 
 
-def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:
-    """(vocabulary size, hidden size, EOS ids of the config and the generation config together).
+def model_facts(folder: str | Path) -> tuple[int, tuple[int, ...]]:
+    """(hidden size, EOS ids of the config and the generation config together).
 
     Raises VocabStoreError when the folder's JSON files lack one.
     """
     root = Path(folder)
     config = object_in(root / "config.json")
-    text = config.get("text_config") or config
+    text = config.get("text_config") or config  # of a multimodal model, which may say no size
     generation = object_in(root / "generation_config.json")
-    vocab_size = int(text.get("vocab_size", 0))
-    eos = eos_ids((told.get("eos_token_id") for told in (config, text, generation)), vocab_size)
+    named = (told.get("eos_token_id") for told in (config, text, generation))
+    eos = eos_ids(named, text.get("vocab_size") or 1 << 31)
     if not eos or "hidden_size" not in text:
-        raise VocabStoreError(f"{root}: config.json lacks vocab_size, hidden_size or eos_token_id")
-    return vocab_size, int(text["hidden_size"]), eos
+        raise VocabStoreError(f"{root}: config.json lacks hidden_size or eos_token_id")
+    return int(text["hidden_size"]), eos

@@ -70,9 +70,11 @@ def list_models() -> int:
 
 
 def show(model: ModelName, /) -> int:
+    from server.model.families import text_values
+
     folder, found = _find(model)
     config = object_in(folder / "config.json")
-    text = config.get("text_config") or config
+    text = text_values(config)
     facts: dict[str, Any] = {
         "folder": folder,
         "on disk": told_size(found.num_bytes if found is not None else folder_size(folder)),

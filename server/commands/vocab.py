@@ -79,7 +79,7 @@ def profile(
             extra_blocks=filters.block,
             tolerance=filters.tolerance,
         )
-        _, hidden_size, eos_ids = model_facts(text.folder)
+        hidden_size, eos_ids = model_facts(text.folder)
         required = RequiredIds.from_tokens(text.table, eos_ids)
         if text.own is not None:
             required = required.with_own(text.own.ids)

@@ -202,7 +202,7 @@ def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedMod
         if path is None:
             continue
         try:
-            ProfileFiles(served.table, model_facts(folder)[2])(path)
+            ProfileFiles(served.table, model_facts(folder)[1])(path)
         except OSError as error:
             raise ConfigError(
                 f"task {task.name}: vocabulary.profile: {path}: {error.strerror}"

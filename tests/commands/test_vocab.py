@@ -100,7 +100,7 @@ def test_errors_name_the_file(
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
     assert not (tmp_path / "out.vocab").exists()
     (weightless / "config.json").write_text("{}")
-    with pytest.raises(VocabStoreError, match="lacks vocab_size"):
+    with pytest.raises(VocabStoreError, match="lacks hidden_size"):
         model_facts(weightless)
 
 
@@ -110,5 +110,8 @@ def test_a_profile_requires_each_id_that_ends_a_text(tmp_path: Path) -> None:
     config = {"text_config": text, "eos_token_id": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 5, 10]}')
-    assert model_facts(tmp_path) == (10, 4, (5, 6, 7))
+    assert model_facts(tmp_path) == (4, (5, 6, 7))
+    del text["vocab_size"]  # as Gemma 3's config.json
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_facts(tmp_path) == (4, (5, 6, 7, 10))
     assert eos_token_ids(tmp_path, [5, 7], 10) == (5, 6, 7)
