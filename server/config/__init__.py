@@ -9,42 +9,19 @@ no tags, no anchors and no dates, a repeated key is an error, and size and depth
 Importing this module imports neither torch nor fastapi.
 """
 
-from server.config.server import (
-    AdapterConfig,
-    EngineConfig,
-    KeyConfig,
-    LimitsConfig,
-    ListenConfig,
-    ModelConfig,
-    RestartConfig,
-    ServerConfig,
-    load_server_config,
-)
-from server.config.task import (
-    DEFAULT_TASK,
-    DEFAULT_TASKS,
-    SamplingDefaults,
-    SpeculationConfig,
-    TaskConfig,
-    load_task,
-    load_tasks,
-)
-
-__all__ = [
-    "DEFAULT_TASK",
-    "DEFAULT_TASKS",
-    "AdapterConfig",
-    "EngineConfig",
-    "KeyConfig",
-    "LimitsConfig",
-    "ListenConfig",
-    "ModelConfig",
-    "RestartConfig",
-    "SamplingDefaults",
-    "ServerConfig",
-    "SpeculationConfig",
-    "TaskConfig",
-    "load_server_config",
-    "load_task",
-    "load_tasks",
-]
+from server.config.server import AdapterConfig as AdapterConfig
+from server.config.server import EngineConfig as EngineConfig
+from server.config.server import KeyConfig as KeyConfig
+from server.config.server import LimitsConfig as LimitsConfig
+from server.config.server import ListenConfig as ListenConfig
+from server.config.server import ModelConfig as ModelConfig
+from server.config.server import RestartConfig as RestartConfig
+from server.config.server import ServerConfig as ServerConfig
+from server.config.server import load_server_config as load_server_config
+from server.config.task import DEFAULT_TASK as DEFAULT_TASK
+from server.config.task import DEFAULT_TASKS as DEFAULT_TASKS
+from server.config.task import SamplingDefaults as SamplingDefaults
+from server.config.task import SpeculationConfig as SpeculationConfig
+from server.config.task import TaskConfig as TaskConfig
+from server.config.task import load_task as load_task
+from server.config.task import load_tasks as load_tasks
