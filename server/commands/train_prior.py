@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafters.auto.prior import LANES, MOST_FOLLOWED, WIDTH, Prior, integers_of
-from server.engine.batch import Batch, DrawParams, Float32, Int32, StateRunner
+from server.engine.batch import Float32, Int32, StateRunner
 from server.engine.probe import probe_batch
 from server.model.cpu.runner import CpuRunner
-from server.types import SamplingParams
 
 NUM_LIKELY = 8
 NUM_TEXTS = 64  # side by side
@@ -88,29 +87,23 @@ class _Rows:
             raise ValueError(f"{num_texts} texts of {most_tokens} ids do not fit the KV cache")
         self._runner, self._size = runner, info.block_size
         self._tables = np.arange(num_texts * width, dtype=np.int32).reshape(num_texts, width)
-        none = np.empty(0, np.int32)
-        greedy = SamplingParams(temperature=0.0)
-        self._params = (DrawParams(greedy, 0, none, none, none, none, 0),)
 
     def compute(self, texts: Int32, positions: Int32, ids: Int32) -> tuple[Float32, Int32, Float32]:
         """States, likely ids and chances of rows: id ids[r] of text texts[r] at positions[r]."""
         zeros = np.zeros(ids.shape[0], np.int32)
         slots = self._tables[texts, positions // self._size] * self._size
-        batch = Batch(
+        batch = replace(
+            probe_batch(self._runner, ids.shape[0], 1),
             token_ids=ids,
             positions=positions,
             seq_ids=texts,
             slots=slots + positions % self._size,
             prefix_len=positions + 1,
-            path_start=zeros,
             path_len=zeros,
             block_tables=self._tables,
-            draw_rows=np.arange(ids.shape[0], dtype=np.int32),
-            draw_params=zeros,
             draw_parent=zeros - 1,
             draw_positions=positions + 1,
-            draw_mask=zeros - 1,
-            params=self._params,
+            num_draft_rows=0,
             num_likely=NUM_LIKELY,
         )
         self._runner.launch(batch)
