@@ -19,6 +19,7 @@ A block belongs to a set of languages when
 
 from __future__ import annotations
 
+import codecs
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -71,33 +72,25 @@ class BlockSet:
         start = 0
         while start < min(3, len(data)) and 0x80 <= data[start] < 0xC0:
             start += 1
-        whole, open_range = _split_open_character(data[start:])
-        if open_range is not None and not self.meets_range(*open_range):
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        text = decoder.decode(data[start:])
+        unfinished, _ = decoder.getstate()
+        if unfinished and not self.meets_range(*_may_become(unfinished)):
             return False
-        text = whole.decode("utf-8", errors="ignore")
         return all(self.meets_range(ord(char), ord(char)) for char in text)
 
 
-def _split_open_character(data: bytes) -> tuple[bytes, tuple[int, int] | None]:
-    """Cut an unfinished UTF-8 character off the end; the code points it may become, or None."""
-    for back in range(1, min(3, len(data)) + 1):
-        byte = data[-back]
-        if byte < 0x80:
-            break
-        if byte >= 0xC0:
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            if byte >= 0xF5 or length <= back:
-                break
-            bits = byte & (0x7F >> length)
-            for follow in data[len(data) - back + 1 :]:
-                bits = bits << 6 | follow & 0x3F
-            missing = 6 * (length - back)
-            # Overlong forms and surrogates are no characters: 0xE0 starts at U+0800, 0xF0 at
-            # U+10000, and nothing lies above U+10FFFF.
-            first = max(bits << missing, (0, 0, 0x80, 0x800, 0x10000)[length])
-            last = min(((bits + 1) << missing) - 1, 0x10FFFF)
-            return data[:-back], (first, last)
-    return data, None
+def _may_become(unfinished: bytes) -> tuple[int, int]:
+    """The first and the last code point that the beginning of a UTF-8 character may become."""
+    length = 2 if unfinished[0] < 0xE0 else 3 if unfinished[0] < 0xF0 else 4
+    bits = unfinished[0] & (0x7F >> length)
+    for follow in unfinished[1:]:
+        bits = bits << 6 | follow & 0x3F
+    missing = 6 * (length - len(unfinished))
+    # Overlong forms and surrogates are no characters: 0xE0 starts at U+0800, 0xF0 at U+10000, and
+    # nothing lies above U+10FFFF.
+    first = max(bits << missing, (0, 0, 0x80, 0x800, 0x10000)[length])
+    return first, min(((bits + 1) << missing) - 1, 0x10FFFF)
 
 
 @dataclass(frozen=True, slots=True)
