@@ -85,14 +85,14 @@ class ProfileSettings:
     input_aware: count only output tokens that their own input lacks; else every output token.
     languages: BCP 47 tags of the language filter; empty = no language filter. extra_blocks: see
     blocks_of_languages.
-    tolerance: tau, the share of documents (0..1) that may lose a token; None = no tolerance filter
-    (0.0 drops nothing either, as every counted df is at least 1).
+    tolerance: tau, the share of documents (0..1) that may lose a token; 0.0 = no tolerance filter,
+    as every counted df is at least 1.
     """
 
     input_aware: bool = True
     languages: tuple[str, ...] = ()
     extra_blocks: tuple[str, ...] = ()
-    tolerance: float | None = 0.01
+    tolerance: float = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +203,9 @@ def fill_gains(fill_ids: Int32, coverage: Coverage) -> Float32:
     Which rare token is missed next is random, so the held-out misses are spread evenly over ranks
     [2^k - 1, 2^(k+1) - 1): sums over these are as measured, single gains are estimates.
     """
-    gains = np.zeros(fill_ids.shape[0], np.float64)
-    rank = {int(token_id): at for at, token_id in enumerate(fill_ids)}
-    for token_id, times in coverage.missed:
-        at = rank.get(token_id)
-        if at is not None:
-            gains[at] = times / coverage.num_tokens
+    missed = dict(coverage.missed)
+    times = np.array([missed.get(token_id, 0) for token_id in fill_ids.tolist()], np.float64)
+    gains = times / max(1, coverage.num_tokens)
     start = 0
     while start < gains.shape[0]:
         end = min(2 * start + 1, gains.shape[0])
@@ -364,8 +361,7 @@ def build_profile(
         blocks = blocks_of_languages(settings.languages, extra_blocks=settings.extra_blocks)
         ids = np.asarray([i for i in ids if blocks.has_token(tokens.bytes_of(int(i)))], np.int64)
     num_language = len(ids)
-    if settings.tolerance is not None:
-        ids = tolerance_filter(ids, df, settings.tolerance, len(examples))
+    ids = tolerance_filter(ids, df, settings.tolerance, len(examples))
     static = VocabSlice.make(np.union1d(ids, required.ids), required)
 
     coverage = measure_coverage(static, judged) if judged else None

@@ -46,7 +46,7 @@ def _profile(folder: Path, ids: range) -> VocabProfile:
     none = np.empty(0, np.int32)
     # The tiny tokenizer's tokens are bytes: without this every id would be a required one.
     required = RequiredIds.of(144, eos_ids=[EOS])
-    return build_profile([Example(none, found)], tokens, required, ProfileSettings(tolerance=None))
+    return build_profile([Example(none, found)], tokens, required, ProfileSettings(tolerance=0.0))
 
 
 def _full_profile(folder: Path) -> VocabProfile:

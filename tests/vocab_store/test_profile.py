@@ -127,9 +127,9 @@ def test_the_fill_order_is_outside_t_and_its_gains_are_the_held_out_misses(
     ("chosen", "left"),
     [
         # 2 lies in its own input; 21 is Greek; 3 and 21 have df 1 of 4 documents.
-        (ProfileSettings(input_aware=False, tolerance=None), (5, 5, 5, 5)),
-        (ProfileSettings(tolerance=None), (5, 4, 4, 4)),
-        (ProfileSettings(languages=("en",), tolerance=None), (5, 4, 3, 3)),
+        (ProfileSettings(input_aware=False, tolerance=0.0), (5, 5, 5, 5)),
+        (ProfileSettings(tolerance=0.0), (5, 4, 4, 4)),
+        (ProfileSettings(languages=("en",), tolerance=0.0), (5, 4, 3, 3)),
         (ProfileSettings(languages=("en",), tolerance=0.25), (5, 4, 3, 2)),
     ],
 )
