@@ -39,7 +39,7 @@ TABLES = (".csv", ".tsv", ".parquet")
 """Endings of files that are no JSON lines."""
 
 _MAX_WORD = 100_000  # characters: tokenizers take time that grows with a word's square
-_LONG_WORD = re.compile(rf"\S{{{_MAX_WORD + 1}}}")
+_LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MAX_WORD + 1}}}")  # looked for where a word begins
 _BATCH = 256  # rows that are tokenized together
 _SHOWN = 200  # characters of a list of names
 

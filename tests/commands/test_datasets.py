@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,15 @@ def test_bad_lines_and_tables_are_named_with_their_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         read(written(tmp_path, content, name), vocab_size=500)
+
+
+def test_a_word_that_is_too_long_is_found_in_a_glance_at_each_letter() -> None:
+    began = time.process_time()
+    long = ("a" * 100_000 + " ") * 3
+    assert Fields().prompt_of({"prompt": long}, "x") == long
+    with pytest.raises(ConfigError, match="x: prompt: has a word of more than 100000 letters"):
+        Fields().prompt_of({"prompt": f"{long}{'a' * 100_001}"}, "x")
+    assert time.process_time() - began < 2.0, "looked for at each letter it takes a minute"
 
 
 def test_a_row_may_lack_a_prompt_but_not_one_that_was_named(tmp_path: Path) -> None:
