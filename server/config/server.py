@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -490,9 +491,9 @@ class ServerConfig(Section):
             ("models", [name for model in self.models for name in model.names]),
             ("keys", [key.id for key in self.keys]),
         ):
-            twice = {name for name in names if names.count(name) > 1}
+            twice = [name for name, num in Counter(names).items() if num > 1]
             if twice:
-                raise ValueError(f"{what}: {sorted(twice)[0]!r} is there twice")
+                raise ValueError(f"{what}: {min(twice)!r} is there twice")
         return self
 
 

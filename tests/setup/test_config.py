@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from drafters import DRAFTER_NAMES
 from server.config import (
     DEFAULT_TASK,
+    KeyConfig,
     ServerConfig,
     TaskConfig,
     load_server_config,
@@ -282,6 +284,15 @@ def test_keys_come_from_their_source_and_are_not_shown(
     monkeypatch.setenv("SOME_KEY", "with space")
     with pytest.raises(ConfigError, match="printable ASCII"):
         config.keys[1].secret()
+
+
+def test_as_many_keys_as_there_may_be_are_told_apart_at_once() -> None:
+    keys = tuple(KeyConfig(id=f"key-{i}", key="secret") for i in range(10_000))
+    began = time.process_time()
+    ServerConfig(keys=keys)
+    assert time.process_time() - began < 1.0
+    with pytest.raises(ValueError, match="keys: 'key-7' is there twice"):
+        ServerConfig(keys=(*keys[:9], keys[7]))
 
 
 def test_overrides_name_the_option() -> None:
