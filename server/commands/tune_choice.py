@@ -150,7 +150,7 @@ class _Priced:
         info = pricing.engine.info
         self._vocab_size = info.vocab_size
         self._block_size = info.block_size if pricing.engine.settings.prefix_cache else 0
-        self._known: set[tuple[int, ...]] = set()
+        self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # blocks, by the one before them
         self._recordings = iter(recordings)
         self._session: Any = None
         self._ids, self._length, self._told = np.empty(0, np.int32), 0, 0  # as Gain.watch has them
@@ -183,12 +183,12 @@ class _Priced:
 
     def _cached(self, prompt_ids: Sequence[int]) -> int:
         """Tokens of a prompt that need not be computed: whole blocks that an earlier one has."""
-        size, num = self._block_size, 0
+        size, num, place = self._block_size, 0, -1
         for end in range(size, len(prompt_ids) + 1, size) if size else ():
-            block = tuple(prompt_ids[:end])
+            block = place, tuple(prompt_ids[end - size : end])
             if block in self._known and end < len(prompt_ids):
                 num = end
-            self._known.add(block)
+            place = self._known.setdefault(block, len(self._known))
         return num
 
     def _step_s(self, num_nodes: int, mean_len: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,6 +176,12 @@ def test_a_prompt_s_blocks_that_an_earlier_one_has_cost_nothing() -> None:
     size = fake_info().block_size
     saved = sum(costs[1].plain_s) - sum(costs[0].plain_s)
     assert saved == pytest.approx(3 * 10.0 * (16 // size * size))
+    tracemalloc.start()
+    long = [Recording([2 + i, *[3] * 1999], [4, 5]) for i in range(8)]
+    _replay(oracle_drafter([[1]]), 10.0, long)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 4 << 20, "a long prompt is kept once, not once a block"
 
 
 def test_what_cannot_be_replayed_is_told() -> None:
