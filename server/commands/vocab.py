@@ -131,10 +131,11 @@ def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /
 
     with refused(), writing(profile):
         made = VocabProfile.load(profile)
+        report = report_text(made.manifest)
     print(f"profile            {made.version}")
-    print(f"tokenizer          {made.manifest['fingerprint'][:16]}")
-    print(f"corpus             {made.manifest['corpus_sha256'][:16]}")
-    print(f"settings           {json.dumps(made.manifest['settings'], sort_keys=True)}")
+    print(f"tokenizer          {str(made.manifest.get('fingerprint'))[:16]}")
+    print(f"corpus             {str(made.manifest.get('corpus_sha256'))[:16]}")
+    print(f"settings           {json.dumps(made.manifest.get('settings'), sort_keys=True)}")
     print(f"fill order         {made.fill_ids.shape[0]} ids")
-    print(report_text(made.manifest))
+    print(report)
     return 0

@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -17,7 +18,7 @@ from tests.commands.conftest import VOCAB_ROWS
 from tests.json_lines import write_lines
 from vocab_store.errors import VocabStoreError
 from vocab_store.profile import VocabProfile, model_facts
-from vocab_store.slice import RequiredIds
+from vocab_store.slice import RequiredIds, VocabSlice
 
 PAIRS = [
     ("Which town is it?", "Rome"),
@@ -99,6 +100,9 @@ def test_errors_name_the_file(
     assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
     assert not (tmp_path / "out.vocab").exists()
+    ids = np.arange(4, dtype=np.int32)
+    VocabProfile(VocabSlice(ids, 4), ids[:0], np.zeros(0, np.float32)).save(bad)
+    assert "the manifest holds no report" in says("show", str(bad))
     (weightless / "config.json").write_text("{}")
     with pytest.raises(VocabStoreError, match="lacks hidden_size"):
         model_facts(weightless)
