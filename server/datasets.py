@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from drafters.json_text import object_in, parsed
-from server.errors import ConfigError, TailorError, nearest
+from server.errors import ConfigError, ModelError, TailorError, nearest
 
 if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
@@ -391,15 +391,23 @@ class ExampleReader:
 
 
 def open_table(folder: Path) -> tuple[Any, TokenBytes, int]:
-    """(tokenizer, its id -> bytes table, an EOS id) of a model's folder."""
+    """(tokenizer, its id -> bytes table, an EOS id) of a model's folder. Raises ModelError for a
+    damaged file, ConfigError without an EOS id, and OSError."""
     from tokenizers import Tokenizer
 
     from server import token_bytes
     from server.model.families import text_values
 
-    config = parsed((folder / "config.json").read_text(encoding="utf-8"))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    text = text_values(config)
+    config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
+    try:
+        config = parsed(config_file.read_text(encoding="utf-8"))
+        text = text_values(config)
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{config_file}: {type(error).__name__}: {str(error)[:200]}") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
     # Of the tokenizer as its file has it: the server's table has this fingerprint.
     table = token_bytes.build(tokenizer, text.get("vocab_size"))
     tokenizer.no_truncation()

@@ -23,7 +23,6 @@ from server.commands.options import (
 )
 from server.commands.own_engine import own_engine
 from server.commands.record import Failure, Prompt, ask_engine
-from server.datasets import open_table
 from server.errors import ConfigError
 from server.types import SamplingParams
 from server.wiring.drafter import model_fingerprint
@@ -75,13 +74,12 @@ def show(
     top: Annotated[int, bounded("commonest n-grams (10)", gte=0)] = 10,
 ) -> int:
     from drafters.corpus import Corpus
-    from server.model.catalog import text_folder
     from vocab_store.entropy import measure
 
     tokenizer, fingerprint = None, None
     if model is not None:
-        tokenizer, table, _ = open_table(text_folder(model))
-        fingerprint = table.fingerprint.hex()
+        opened = open_text(model, _FIELDS)
+        tokenizer, fingerprint = opened.tokenizer, opened.fingerprint
     with refused(), writing(file):
         corpus = Corpus.load(file, fingerprint=fingerprint)
     pairs = measure(corpus.count_grams(2)[1].tolist())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from server.commands.options import PromptField, as_options
+from server.commands.options import PromptField, as_options, writing
 from server.datasets import ExampleReader, Fields, Render, open_table
 from server.errors import ConfigError, TailorError
 
@@ -75,7 +75,8 @@ def open_text(
     from server.token_bytes import enriched
 
     folder = text_folder(model, report=report)
-    tokenizer, table, eos = open_table(folder)
+    with writing(folder / "config.json"):
+        tokenizer, table, eos = open_table(folder)
     chat = None  # of a model without a template that can be used
     with contextlib.suppress(TailorError, ValueError):
         chat = load_chat_template(folder, tokenizer)

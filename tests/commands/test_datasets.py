@@ -14,7 +14,7 @@ from server.api.chat_template import ChatTemplate
 from server.commands.data import chat_render
 from server.config import ModelConfig
 from server.datasets import ExampleReader, Fields, open_table, turn_of
-from server.errors import ConfigError, RequestError
+from server.errors import ConfigError, ModelError, RequestError
 from server.wiring.model import served_model
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 
@@ -236,3 +236,13 @@ def test_a_multimodal_model_s_table_is_that_of_its_text_part(folder: Path) -> No
     told = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": plain}
     (folder / "config.json").write_text(json.dumps(told))
     assert open_table(folder)[1].vocab_size == 262208
+
+
+def test_a_model_s_file_that_is_damaged_or_gone_is_named(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json: No such file"):
+        open_table(folder)
+    for text in ("{", "[1]"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"config\.json: \w+Error: "):
+            open_table(folder)

@@ -103,6 +103,8 @@ def test_errors_name_the_file(
     ids = np.arange(4, dtype=np.int32)
     VocabProfile(VocabSlice(ids, 4), ids[:0], np.zeros(0, np.float32)).save(bad)
     assert "the manifest holds no report" in says("show", str(bad))
+    (weightless / "config.json").unlink()
+    assert f"{weightless}/config.json: No such file" in says(*start, str(data))
     (weightless / "config.json").write_text("{}")
     with pytest.raises(VocabStoreError, match="lacks hidden_size"):
         model_facts(weightless)
