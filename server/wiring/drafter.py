@@ -6,19 +6,20 @@ The same function makes the drafters of an engine and those that `tailor tasks t
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import logging
 import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from drafters.array_file import ArrayFileError, FingerprintError
 from drafters.catalog import Need, make_drafter, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from drafters.auto.copying import Pieces
     from drafters.auto.prior import Prior
@@ -31,47 +32,57 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Read = TypeVar("Read")
+
 WARM_UP = "warm-up"
 """The task of the requests that an engine answers itself before it is ready."""
 
 
-class CorpusFiles:
-    """Corpora by file, each checked and mapped once for all scopes that draft from it. A replaced
-    file is read again; sessions keep what they began with. Not for several threads."""
+class FilesRead(Generic[Read]):
+    """What was read of files, each once for all who ask. A replaced file is read again; whoever
+    has begun with what it held keeps that. Not for several threads."""
 
     _MOST = 64  # those used longest ago are let go
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[tuple[int, ...], Corpus | None, str]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], tuple[tuple[int, ...], Read]] = OrderedDict()
 
-    def load(self, path: str, fingerprint: str, task: str) -> tuple[Corpus | None, str]:
-        """(the corpus, an id that names it by its content); (None, "") where it cannot be drafted
-        from, which is told once in the log. Raises FingerprintError for another tokenizer's."""
-        from drafters.corpus import Corpus
-
-        key = f"{fingerprint} {path}"
-        stamp: tuple[int, ...] = ()
+    def __call__(self, path: str, read: Callable[[], Read], of: str = "") -> Read:
+        """What `read` made of the file, for `of` where it makes several things of one. Raises what
+        that raises, each time."""
+        key, stamp = (path, of), ()
         with contextlib.suppress(OSError):
-            stamp = stamp_of(path)
+            stat = os.stat(path)
+            stamp = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
         known = self._known.get(key)
         if known is None or known[0] != stamp:
-            try:
-                corpus = Corpus.load(path, fingerprint=fingerprint)
-                known = stamp, corpus, content_id(Path(path))
-            except FingerprintError:
-                raise
-            except (OSError, ArrayFileError) as error:
-                log.error("task %s drafts without its corpus: %s", task, error)
-                known = stamp, None, ""
-            # That of an earlier upload is gone, and takes its room on disk while it is mapped.
-            for old, (_, held, _) in list(self._known.items()):
-                if held is not None and not os.path.exists(old.partition(" ")[2]):
+            known = stamp, read()
+            # What an earlier upload held is gone, and takes its room on disk while it is mapped.
+            for old, (was, _) in list(self._known.items()):
+                if was and not os.path.exists(old[0]):
                     del self._known[old]
             self._known[key] = known
             if len(self._known) > self._MOST:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return known[1:]
+        return known[1]
+
+
+NamedCorpus = tuple["Corpus | None", str]
+"""A corpus, and an id that names it by its content; (None, "") where it cannot be drafted from."""
+
+
+def _named_corpus(path: str, fingerprint: str, task: str) -> NamedCorpus:
+    """Raises FingerprintError for another tokenizer's; what else is wrong is told in the log."""
+    from drafters.corpus import Corpus
+
+    try:
+        return Corpus.load(path, fingerprint=fingerprint), content_id(Path(path))
+    except FingerprintError:
+        raise
+    except (OSError, ArrayFileError) as error:
+        log.error("task %s drafts without its corpus: %s", task, error)
+        return None, ""
 
 
 def make_task_drafter(
@@ -84,7 +95,7 @@ def make_task_drafter(
     model: str | None = None,
     memory: TaskStore | None = None,
     enrichment: Enrichment | None = None,
-    corpora: CorpusFiles | None = None,
+    corpora: FilesRead[NamedCorpus] | None = None,
     pieces: Pieces | None = None,
     prior: Prior | None = None,
 ) -> Drafter:
@@ -110,7 +121,8 @@ def make_task_drafter(
             given[one.name] = value
     corpus_id = ""
     if speculation.corpus is not None and Need.CORPUS in spec.needs:
-        corpus, corpus_id = (corpora or CorpusFiles()).load(speculation.corpus, fingerprint, task)
+        read = functools.partial(_named_corpus, speculation.corpus, fingerprint, task)
+        corpus, corpus_id = (corpora or FilesRead())(speculation.corpus, read, fingerprint)
         given |= {} if corpus is None else {Need.CORPUS.value: corpus}
     if memory is not None and speculation.learn_tokens > 0 and Need.LEARNED in spec.needs:
         given[Need.LEARNED.value] = memory.learned(
@@ -188,12 +200,6 @@ def model_fingerprint(fingerprint: str) -> str:
     """A model's fingerprint without the storage types of weights and KV cache, which hardly change
     what it says next."""
     return fingerprint.partition(":")[0]
-
-
-def stamp_of(path: str | Path) -> tuple[int, ...]:
-    """Another one where the file was replaced or written. Raises OSError."""
-    stat = os.stat(path)
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def content_id(path: Path) -> str:

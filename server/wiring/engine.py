@@ -32,10 +32,10 @@ from server.types import (
 )
 from server.wiring.drafter import (
     WARM_UP,
-    CorpusFiles,
+    FilesRead,
+    NamedCorpus,
     make_task_drafter,
     model_fingerprint,
-    stamp_of,
 )
 from server.wiring.model import table_file
 from vocab_store.profile import VocabProfile
@@ -133,7 +133,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
         log.info("the first start of this model here: measuring what its steps cost, some seconds")
     engine = Engine(
         runner,
-        _drafter_makers(runner.info, memory, vocabularies, _PriorFile(order, runner)),
+        _drafter_makers(runner.info, memory, vocabularies, _prior_reader(order, runner)),
         EngineSettings(
             **asdict(order.runner.sizes),
             target_step_s=_TARGET_STEP_S[_kind(order)],
@@ -142,7 +142,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
         stop_table=table,
         cost=load_or_measure(runner, cost_file, max_rows=_MEASURED_ROWS[_kind(order)]),
         grammars=grammars,
-        profiles=ProfileFiles(table, runner.info.eos_token_ids),
+        profiles=profile_reader(table, runner.info.eos_token_ids),
         memory=memory,
     )
     vocabularies.shelf = engine.adapters
@@ -160,31 +160,21 @@ def _kind(order: EngineOrder) -> str:
     return order.runner.device.partition(":")[0]
 
 
-class ProfileFiles:
-    """Vocabulary profiles by file. A replaced file is read again; running requests keep the old
-    profile."""
+def profile_reader(
+    table: TokenBytes, eos_token_ids: Sequence[int]
+) -> Callable[[str], VocabProfile]:
+    """Gives vocabulary profiles by their files; raises VocabStoreError (a ValueError) or OSError.
 
-    def __init__(self, table: TokenBytes, eos_token_ids: Sequence[int]) -> None:
-        """table: of the model's tokenizer. Every profile must hold the EOS ids, the special ids
-        and the byte tokens."""
-        self._table = table
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._required: RequiredIds | None = None
-        self._loaded: dict[str, tuple[tuple[int, ...], VocabProfile]] = {}
+    table: of the model's tokenizer. Every profile must hold the EOS ids, the special ids and the
+    byte tokens.
+    """
+    files: FilesRead[VocabProfile] = FilesRead()
+    required = functools.cache(lambda: RequiredIds.from_tokens(table, tuple(eos_token_ids)))
 
-    def __call__(self, name: str) -> VocabProfile:
-        """The profile in a file. Raises VocabStoreError (a ValueError) or OSError."""
-        stamp = stamp_of(name)
-        known = self._loaded.get(name)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        if self._required is None:
-            self._required = RequiredIds.from_tokens(self._table, self._eos_token_ids)
-        profile = VocabProfile.load(
-            name, fingerprint=self._table.fingerprint, required=self._required
-        )
-        self._loaded[name] = (stamp, profile)
-        return profile
+    def load(name: str) -> VocabProfile:
+        return VocabProfile.load(name, fingerprint=table.fingerprint, required=required())
+
+    return lambda name: files(name, functools.partial(load, name))
 
 
 class _Vocabularies:
@@ -261,46 +251,39 @@ def prior_file(fingerprint: str) -> Path:
     return cache_dir() / "priors" / f"{model_fingerprint(fingerprint)[:24]}-3.prior"
 
 
-class _PriorFile:
-    """The model's prior, read when its file is there and again when it is another one: one that is
-    made beside the engine is drafted with once drafters are made anew."""
+def _prior_reader(order: EngineOrder, runner: Runner) -> Callable[[], Prior | None]:
+    """Gives the model's prior; None where there is none that can be used, which the log tells. One
+    that is made beside the engine is drafted with once drafters are made anew."""
+    from server.engine.batch import StateRunner
 
-    def __init__(self, order: EngineOrder, runner: Runner) -> None:
-        from server.engine.batch import StateRunner
+    name, fingerprint = runner.info.name, runner.info.fingerprint
+    file, files = prior_file(fingerprint), FilesRead["Prior | None"]()
 
-        self._name, self._kind = runner.info.name, _kind(order)
-        self._fingerprint = runner.info.fingerprint
-        self._has_states = isinstance(runner, StateRunner)
-        self._known: tuple[tuple[int, ...], Prior | None] = (), None
-
-    def __call__(self) -> Prior | None:
-        """None where there is none that can be used, which the log tells."""
+    def load() -> Prior | None:
         from drafters.auto.prior import Prior
 
-        file = prior_file(self._fingerprint)
-        try:
-            stamp = stamp_of(file)
-        except OSError:
+        if not file.exists():
             return None
-        if stamp == self._known[0]:
-            return self._known[1]
-        found = None
-        if not self._has_states:
-            log.warning("%s has a prior, which is not used on %s", self._name, self._kind)
-        else:
-            try:
-                found = Prior.load(file, fingerprint=model_fingerprint(self._fingerprint))
-            except (OSError, ArrayFileError) as error:
-                log.warning("%s is drafted for without its prior: %s", self._name, error)
-        self._known = stamp, found
-        return found
+        if not isinstance(runner, StateRunner):
+            log.warning("%s has a prior, which is not used on %s", name, _kind(order))
+            return None
+        try:
+            return Prior.load(file, fingerprint=model_fingerprint(fingerprint))
+        except (OSError, ArrayFileError) as error:
+            log.warning("%s is drafted for without its prior: %s", name, error)
+            return None
+
+    return lambda: files(str(file), load)
 
 
 def _drafter_makers(
-    info: ModelInfo, memory: TaskStore, vocabularies: _Vocabularies, prior: _PriorFile
+    info: ModelInfo,
+    memory: TaskStore,
+    vocabularies: _Vocabularies,
+    prior: Callable[[], Prior | None],
 ) -> dict[str, Callable[[str, SpeculationParams], Drafter]]:
     """(task, speculation) -> Drafter, by the drafter's name."""
-    corpora = CorpusFiles()
+    corpora: FilesRead[NamedCorpus] = FilesRead()
 
     def make(name: str, task: str, speculation: SpeculationParams) -> Drafter:
         own = vocabularies.of(speculation.adapter)

@@ -24,7 +24,7 @@ from server.errors import ConfigError
 from server.machine import cores
 from server.model.build import RunnerSpec
 from server.model.cache_folder import cache_dir
-from server.wiring.engine import EngineOrder, ProfileFiles, build_engine
+from server.wiring.engine import EngineOrder, build_engine, profile_reader
 from server.wiring.model import AdapterSet, served_model
 from server.wiring.task_set import TaskSet, tasks_folder
 from vocab_store.profile import model_facts
@@ -202,7 +202,7 @@ def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedMod
         if path is None:
             continue
         try:
-            ProfileFiles(served.table, model_facts(folder)[1])(path)
+            profile_reader(served.table, model_facts(folder)[1])(path)
         except OSError as error:
             raise ConfigError(
                 f"task {task.name}: vocabulary.profile: {path}: {error.strerror}"

@@ -14,6 +14,7 @@ import sys
 import urllib.error
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from drafters import DRAFTER_NAMES
-from drafters.corpus import build_corpus
+from drafters.corpus import Corpus, build_corpus
 from server.api.serving import listen
 from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, ModelError, UnsupportedModelError
 from server.types import SpeculationParams
-from server.wiring.drafter import CorpusFiles, make_task_drafter
+from server.wiring.drafter import FilesRead, make_task_drafter
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from tests.api.live import as_key
@@ -382,14 +383,12 @@ def test_a_task_drafts_without_a_corpus_that_is_missing_and_says_so(
 
 
 def test_a_corpus_whose_file_is_gone_is_let_go_when_another_is_read(tmp_path: Path) -> None:
-    files, held = CorpusFiles(), list[weakref.ref[Any]]()
-    for name in ("old", "new"):
-        build_corpus([((1, 2), (3,))], fingerprint="f").save(tmp_path / name)
-        corpus, _ = files.load(str(tmp_path / name), "f", "t")
-        assert corpus is not None
-        held.append(weakref.ref(corpus.token_ids))
-        del corpus
-        (tmp_path / name).unlink()
+    files, held = FilesRead[Corpus](), list[weakref.ref[Any]]()
+    for file in (tmp_path / "old", tmp_path / "new"):
+        build_corpus([((1, 2), (3,))], fingerprint="f").save(file)
+        read = partial(Corpus.load, file, fingerprint="f")
+        held.append(weakref.ref(files(str(file), read).token_ids))
+        file.unlink()
     gc.collect()
     assert [one() is None for one in held] == [True, False]
 

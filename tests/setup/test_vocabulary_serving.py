@@ -15,7 +15,7 @@ from server.config.task import VocabularyConfig
 from server.engine.engine import Engine
 from server.errors import ConfigError
 from server.types import Delta, VocabularyParams
-from server.wiring.engine import ProfileFiles, build_engine
+from server.wiring.engine import build_engine, profile_reader
 from server.wiring.server import plan_server
 from tests.engine.requests import finish, ids_of, request_of
 from tests.model.tiny_models import save_tiny
@@ -62,7 +62,7 @@ def _full_profile(folder: Path) -> VocabProfile:
 def test_a_profile_file_is_read_once_and_again_when_replaced(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "t.vocab"
     _full_profile(folder).save(path)
-    files = ProfileFiles(_table(folder), [EOS])
+    files = profile_reader(_table(folder), [EOS])
     assert path.stat().st_mode & 0o777 == 0o644, "a server of another user reads it"
     first = files(str(path))
     assert files(str(path)) is first
@@ -78,14 +78,14 @@ def test_a_map_without_an_eos_or_of_another_tokenizer_is_refused(
     path = tmp_path / "t.vocab"
     _profile(folder, range(3, 40)).save(path)
     with pytest.raises(MissingIdsError, match="lacks special token ids 0, 1"):
-        ProfileFiles(_table(folder), [EOS])(str(path))
+        profile_reader(_table(folder), [EOS])(str(path))
     with pytest.raises(MissingIdsError, match="EOS"):
-        ProfileFiles(_table(folder), [EOS, 60])(str(path))
+        profile_reader(_table(folder), [EOS, 60])(str(path))
     other = _full_profile(folder)
     other.manifest["fingerprint"] = "00" * 32
     other.save(path)
     with pytest.raises(ProfileFileError, match="another tokenizer"):
-        ProfileFiles(_table(folder), [EOS])(str(path))
+        profile_reader(_table(folder), [EOS])(str(path))
 
 
 def _config(device: str = "cpu", full_head: str = "auto") -> ServerConfig:
