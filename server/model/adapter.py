@@ -29,7 +29,7 @@ from vocab_store.errors import EnrichmentFileError
 if TYPE_CHECKING:
     import torch
 
-    from server.engine.batch import Batch, Int32, Int64
+    from server.engine.batch import Batch, Int64
     from server.model.shape import ModelShape
 
 HEAD = "lm_head.weight"
@@ -237,24 +237,26 @@ class LoraAdapter:
         of: the table whose rows to take, `name` when None (a tied head has the embedding's).
         Raises ModelError for rows of another width.
         """
-        ids, rows = self.rows(of or name, base.shape[1])
+        own = self.rows(of or name, base.shape[1])
         import torch
 
         wide = torch.zeros((self.num_rows(base.shape[0]), base.shape[1]), dtype=base.dtype)
         wide[: base.shape[0]] = base
-        wide[torch.tensor(ids)] = rows.to(base.dtype)
+        wide[torch.from_numpy(own.ids)] = own.rows.to(base.dtype)
         return wide
 
-    def rows(self, name: str, width: int) -> tuple[tuple[int, ...], torch.Tensor]:
-        """(ids, their rows [n, width]) of a table that it changes. Raises ModelError for rows of
-        another width."""
-        ids, key = self._rows[name]
+    def rows(self, name: str, width: int) -> TokenRows:
+        """Its own rows [n, width] of a table that it changes. Raises ModelError for rows of another
+        width."""
+        unsorted, key = self._rows[name]
         rows: torch.Tensor = self._reader.get_tensor(key)
-        if rows.shape != (len(ids), width):
+        if rows.shape != (len(unsorted), width):
             raise self._wrong(
-                f"the rows of {name} are {list(rows.shape)}, expected {[len(ids), width]}"
+                f"the rows of {name} are {list(rows.shape)}, expected {[len(unsorted), width]}"
             )
-        return ids, rows
+        ids = np.array(unsorted, np.int64)
+        order = np.argsort(ids)
+        return TokenRows(ids[order], rows[order])
 
     def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(A [r, in], B [out, r]) of a weight that it changes, in float32."""
@@ -388,7 +390,10 @@ class TokenRows:
 def token_rows(lora: LoraAdapter, shape: ModelShape) -> tuple[TokenRows | None, TokenRows | None]:
     """The own rows of an opened adapter, of (the embedding, the head), None where it has none. A
     tied head has the embedding's, unless it has others."""
-    embedding, head = (_rows_of(lora, name, shape.hidden_size) for name in (EMBEDDING, HEAD))
+    embedding, head = (
+        lora.rows(name, shape.hidden_size) if lora.changes_table(name) else None
+        for name in (EMBEDDING, HEAD)
+    )
     if head is None and shape.tied:
         head = embedding
     return embedding, head
@@ -412,15 +417,6 @@ def own_embeddings(
                 yield own, rows[found], at
 
 
-def _rows_of(lora: LoraAdapter, name: str, width: int) -> TokenRows | None:
-    if not lora.changes_table(name):
-        return None
-    unsorted, rows = lora.rows(name, width)
-    ids = np.asarray(unsorted, np.int64)
-    order = np.argsort(ids, kind="stable")
-    return TokenRows(ids[order], rows[order])
-
-
 def check_adapter(folder: Path, shape: ModelShape, num_base: int) -> bool:
     """Whether an adapter's head has rows of its own; reads no weights. Raises as opened_adapter."""
     lora = opened_adapter(folder, shape, num_base)
@@ -433,19 +429,20 @@ def num_ids_with(lora: LoraAdapter, num_ids: int) -> int:
     return max((num_ids, *(i + 1 for i in own)))
 
 
-def adapter_spans(places: Int32, most_rows: int) -> list[tuple[int, int, int]]:
-    """(first row, rows, place) of every run of rows of one adapter, in pieces of most_rows.
-
-    places: int32 [R], of each row of a step; -1: of the base.
-    """
-    spans, first = [], 0
+def adapter_spans(batch: Batch, most_rows: int) -> Int64:
+    """int64 [n, 3]: (first row, rows, place) of every run of rows of one adapter, in pieces of
+    most_rows; empty where no row has one."""
+    if batch.seq_adapters is None:
+        return np.zeros((0, 3), np.int64)
+    spans: list[tuple[int, int, int]] = []
+    places, first = batch.seq_adapters[batch.seq_ids], 0
     for end in (*(np.flatnonzero(np.diff(places)) + 1).tolist(), places.shape[0]):
         place = int(places[first]) if end > first else -1
         if place >= 0:
             starts = range(first, end, most_rows)
             spans += [(at, min(most_rows, end - at), place) for at in starts]
         first = end
-    return spans
+    return np.array(spans, np.int64).reshape(-1, 3)
 
 
 def open_safetensors(path: Path) -> Any:

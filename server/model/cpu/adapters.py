@@ -255,8 +255,7 @@ class AdapterBank:
         """Which of a step's rows have which adapter: StepAdapters.spans."""
         if batch.seq_adapters is None:
             return _NO_SPANS
-        spans = adapter_spans(batch.seq_adapters[batch.seq_ids], ADAPTER_ROWS)
-        return np.array(spans, np.int64).reshape(-1, 3)
+        return adapter_spans(batch, ADAPTER_ROWS)
 
     def brings_embeddings(self, batch: Batch) -> bool:
         """Whether an adapter of the batch has rows of the embedding of its own."""

@@ -161,12 +161,8 @@ def _columns(lora: LoraAdapter) -> int:
 
 
 def lora_spans(batch: Batch) -> Int32:
-    """int32 [n, SPAN_FIELDS]: first row, rows (1 .. SPAN_ROWS), place, of every run of rows of one
-    adapter. Empty where no row has one."""
-    if batch.seq_adapters is None:
-        return np.zeros((0, SPAN_FIELDS), np.int32)
-    spans = adapter_spans(batch.seq_adapters[batch.seq_ids], SPAN_ROWS)
-    return np.array(spans, np.int32).reshape(-1, SPAN_FIELDS)
+    """int32 [n, SPAN_FIELDS], of adapter_spans: what kernels read."""
+    return adapter_spans(batch, SPAN_ROWS).astype(np.int32)
 
 
 class LoraBank:
