@@ -22,9 +22,9 @@ import torch
 
 from loadtest.gpu import correct, options, steps, vocabulary
 from loadtest.gpu.correct import SHAPES, Asked, build, runner_of
+from server.model.build import MARGIN, num_blocks_for
 from server.model.gpu.attention import Kept
 from server.model.gpu.runner import FEW_SLOTS
-from server.model.kv_memory import MARGIN, num_blocks_for
 from server.types import DEFAULT_ROWS, DEFAULT_SEQS
 from tests.model.batches import BLOCK_SIZE
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
+from server.machine import available_memory
 from server.model.generic import IMPLEMENTATION, is_generic
-from server.model.kv_memory import MARGIN, num_blocks_for
 from server.types import EngineSizes, ModelInfo, NarrowForm
 
 if TYPE_CHECKING:
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from server.model.shape import ModelShape
 
 _log = logging.getLogger(__name__)
+
+DEFAULT_FRACTIONS = {"cpu": 0.3, "cuda": 0.85}
+"""Of the free memory that the KV cache takes, by kind of device: others use a CPU's memory too."""
+
+MARGIN = 256 << 20
+"""Bytes beside what the largest steps have taken: smaller graphs, adapters' graphs, slices of
+vocabularies and fragments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,41 @@ def build_runner(spec: RunnerSpec) -> Runner:
             f"kv_cache_dtype: {spec.kv_dtype} is for cpu; on {spec.device} K and V have `dtype`"
         )
     return _build_torch_runner(spec)
+
+
+def num_blocks_for(
+    per_block: int,
+    device: torch.device | str,
+    *,
+    num_bytes: int | None = None,
+    fraction: float | None = None,
+    reserve: int = 0,
+) -> int:
+    """How many blocks fit.
+
+    num_bytes: memory given to the KV cache; when None, `fraction` of what is free on the device
+    now (the weights are loaded by then; on the CPU, memory that this process may still take), less
+    `reserve` bytes, of which at most half of the free memory is kept. fraction: None is that of
+    DEFAULT_FRACTIONS. Raises ValueError when not even one block fits.
+    """
+    kind = str(device).partition(":")[0]
+    if num_bytes is None:
+        if fraction is None:
+            fraction = DEFAULT_FRACTIONS[kind]
+        if kind == "cuda":
+            import torch
+
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = available_memory()
+        num_bytes = int((free - min(reserve, free // 2)) * fraction)
+    num_blocks = num_bytes // per_block - 1  # one block more is allocated for padded rows
+    if num_blocks < 1:
+        raise ValueError(
+            f"{max(num_bytes, 0)} bytes of KV memory hold no block of {per_block} bytes "
+            "beside the one kept for padding"
+        )
+    return num_blocks
 
 
 def _length(spec: RunnerSpec, shape: ModelShape, num_blocks: int) -> int:
@@ -231,7 +273,7 @@ def _build_generic_runner(spec: RunnerSpec, folder: ModelFolder, form: str) -> R
 
     from server.model.cpu.generic.runner import GenericRunner, generic_model
     from server.model.loader import build_module
-    from server.model.shape import generic_shape
+    from server.model.shape import shape_of
 
     name = str(folder.config.architectures[0])
     if form not in ("float32", "bfloat16"):
@@ -239,7 +281,7 @@ def _build_generic_runner(spec: RunnerSpec, folder: ModelFolder, form: str) -> R
             f"weights: {form} is for families of `tailor models list`; {name} is computed by "
             "transformers' own forward, in float32 or bfloat16"
         )
-    limit = generic_shape(folder.config).max_position_embeddings
+    limit = shape_of(folder.config).max_position_embeddings
     model = generic_model(
         build_module(folder, torch.float32, torch.device("cpu")),
         num_token_ids=folder.num_token_ids,
@@ -305,7 +347,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     from server.model.gpu.generic import take_over
     from server.model.gpu.runner import FEW_SLOTS, TorchModel, TorchRunner
     from server.model.loader import build_module, finish_module, open_model
-    from server.model.shape import generic_shape, shape_of
+    from server.model.shape import shape_of
 
     device = torch.device(spec.device)
     device = torch.device("cuda", 0) if device == torch.device("cuda") else device
@@ -334,7 +376,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     if by_transformers:
         take_over(made, folder.num_token_ids)
     module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
-    sizes, shape = spec.sizes, (generic_shape if by_transformers else shape_of)(module.config)
+    sizes, shape = spec.sizes, shape_of(module.config)
     block_bytes = kept_by(module).block_bytes(sizes.block_size, dtype)
     measures = device.type == "cuda" and sizes.kv_bytes is None
     num_blocks = num_blocks_for(

@@ -20,33 +20,12 @@ import numpy.typing as npt
 from server.errors import ModelError, UnsupportedModelError
 from server.model.adapter import HEAD
 from server.model.cpu.integers.forms import BY_NAME
-from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.gguf_config import ARCHITECTURES, BY_TRANSFORMERS, PERMUTED
 from server.model.gguf_index import GgufIndex, GgufTensor
 
 _TAPS = (".shortconv.conv.weight", ".ssm_conv1d.weight")
 _ONE_ADDED = ("gemma", "qwen35")  # architectures
 _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-class FileTensor:
-    """A tensor of the file with those methods of a torch tensor that packers ask for: torch takes
-    a second and 200 MB to import. Read-only."""
-
-    def __init__(self, data: npt.NDArray[Any]) -> None:
-        self._data = data
-        self.shape = data.shape
-
-    def __getitem__(self, rows: Any) -> FileTensor:
-        return FileTensor(self._data[rows])
-
-    def float(self) -> FileTensor:
-        """Itself: what has a number of its own is float32 already."""
-        return self
-
-    def numpy(self) -> npt.NDArray[Any]:
-        """float32, or uint8 of quantised rows."""
-        return self._data
 
 
 def unknown_form(index: GgufIndex) -> str:
@@ -80,12 +59,8 @@ class GgufWeights:
         stored = index.tensors
         self._tensors: dict[str, GgufTensor] = {}
         for name in expected:
-            stem, _, leaf = name.rpartition(".")
-            if leaf in ("A_log", "dt_bias"):  # gguf's table of names has more of these
-                stem = name if leaf == "A_log" else f"{stem}.dt_proj"
-            found = names.get_name(stem)
-            suffix = "." + name.rpartition(".")[2].replace("dt_bias", "bias")
-            tensor = stored.get(f"{found}{suffix.replace('.A_log', '')}")
+            known_as = name.replace(".dt_bias", ".dt_proj.bias")  # in gguf's table of names
+            tensor = stored.get(names.get_name(known_as, (".weight", ".bias")) or "")
             if tensor is None and name == HEAD:
                 tensor = stored.get("token_embd.weight")  # tied
             if tensor is None:
@@ -117,19 +92,17 @@ class GgufWeights:
         """A matrix's form (integers/forms.py)."""
         return self._tensors[name].form
 
-    def get(self, name: str) -> FileTensor:
+    def get(self, name: str) -> npt.NDArray[Any]:
         """A vector as float32, a matrix as uint8 [outputs, bytes of a row]. Raises KeyError."""
         data = self._tensors[name].data
         if data.dtype == np.uint8:
-            return FileTensor(self._in_order(name, data))
-        return FileTensor(self.floats(name))
+            return self._in_order(name, data)
+        return self.floats(name)
 
     def floats(self, name: str) -> npt.NDArray[np.float32]:
         """Any tensor as float32 of its shape, dequantised. Raises KeyError."""
         tensor = self._tensors[name]
-        if tensor.form in BY_NAME and tensor.data.ndim == 2:
-            values = dequantised(from_ggml(tensor.form, tensor.data))
-        elif tensor.data.dtype == np.uint8:  # what no kernel reads: for floats alone
+        if tensor.data.dtype == np.uint8:
             from gguf import GGMLQuantizationType
             from gguf.quants import dequantize
 

@@ -115,7 +115,6 @@ def put_in_place(body: nn.Module, kind: str, make: Callable[[Any, int], Made]) -
     found: list[Made] = []
     for name, module in list(body.named_modules()):
         if type(module).__name__ == kind:
-            owner, _, leaf = name.rpartition(".")
             found.append(make(module, len(found)))
-            setattr(body.get_submodule(owner), leaf, found[-1])
+            body.set_submodule(name, found[-1])
     return found

@@ -100,8 +100,22 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """The ModelShape of a (supported, text-only) transformers config."""
-    family, sizes = family_of(config), _sizes(config)
+    """The ModelShape of a (supported, text-only) transformers config. Of the generic path it has
+    the sizes alone, and the switches of a model without any: transformers' modules have them."""
+    sizes = _sizes(config)
+    layers = sizes["num_layers"]
+    try:
+        family = family_of(config)
+    except KeyError:
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)
+        return ModelShape(
+            **sizes,
+            intermediate_size=int(inner or 4 * config.hidden_size),
+            windows=(0,) * layers,
+            rope_ids=(0,) * layers,
+            rope_layer_types=(NO_ROPE,),
+            convolutions=(False,) * layers,
+        )
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     eps = getattr(config, "rms_norm_eps", None)
     tables: list[str | None] = [
@@ -141,21 +155,6 @@ def shape_of(config: Any) -> ModelShape:
         convolutions=tuple(kind == "conv" for kind in layer_types(config)),
         conv_taps=int(getattr(config, "conv_L_cache", None) or 0),
         kept_width=int(config.hidden_size),
-    )
-
-
-def generic_shape(config: Any) -> ModelShape:
-    """The sizes of a model of the generic path, as its config has them; the switches are those of
-    a model without any, because transformers' modules have them."""
-    layers = int(config.num_hidden_layers)
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)
-    return ModelShape(
-        **_sizes(config),
-        intermediate_size=int(inner or 4 * config.hidden_size),
-        windows=(0,) * layers,
-        rope_ids=(0,) * layers,
-        rope_layer_types=(NO_ROPE,),
-        convolutions=(False,) * layers,
     )
 
 

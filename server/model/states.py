@@ -36,13 +36,12 @@ class StatePlan(NamedTuple):
     position of its rows, the state to keep before its rows or -1, the state to keep at the
     boundary row or -1, the boundary row, first and end of its rows in `order`. order: int64 [R],
     rows: linear ones by position, then draft nodes depth first. depths: int64 [R], 0 for linear
-    ones. deepest: the longest draft path.
+    ones.
     """
 
     seqs: Int64
     order: Int64
     depths: Int64
-    deepest: int
 
 
 class StatePlaces:
@@ -86,7 +85,7 @@ class StatePlaces:
             at += len(mine)
         return StatePlan(
             np.array(lines, np.int64).reshape(-1, 9), np.array(order, np.int64),
-            np.array(depths, np.int64), max(depths, default=0),
+            np.array(depths, np.int64),
         )  # fmt: skip
 
     def commit(self) -> None:

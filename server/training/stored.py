@@ -185,7 +185,7 @@ def _of_file(weights: GgufWeights, dtype: torch.dtype, device: torch.device, nam
     if weights.form(name) not in BY_NAME:
         floats = torch.from_numpy(weights.floats(name))
         return Floats(floats.to(device=device, dtype=dtype))
-    stored = from_ggml(weights.form(name), weights.get(name).numpy())
+    stored = from_ggml(weights.form(name), weights.get(name))
     weights.release_pages()
     return Integers(stored, weights.shape(name)[1], device)
 

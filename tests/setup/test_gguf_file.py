@@ -52,12 +52,12 @@ def test_the_numbers_are_those_of_the_converted_model(model: Path) -> None:
         names = set(reader.keys())
         assert names | {"lm_head.weight"} == set(weights.names())
         for name in names:
-            want, got = reader.get_tensor(name).numpy(), weights.get(name).numpy()
+            want, got = reader.get_tensor(name).numpy(), weights.get(name)
             if got.dtype == np.uint8:
                 got = dequantised(from_ggml(weights.form(name), got))
             assert np.array_equal(got, want), name
     both = [open_model(converted), opened]
-    assert both[0].tokenizer_fingerprint == both[1].tokenizer_fingerprint
+    assert both[0].tokenizer_file.read_bytes() == both[1].tokenizer_file.read_bytes()
     assert both[0].eos_token_ids == both[1].eos_token_ids
     assert both[0].fingerprint == both[1].fingerprint, "bigrams and a prior of one serve the other"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from server.machine import Machine
-from server.model.kv_memory import num_blocks_for
+from server.model.build import num_blocks_for
 from tests.processes import run_python
 
 GIB = 1 << 30
@@ -121,7 +121,7 @@ def test_a_kv_cache_takes_its_share_of_what_the_cgroup_has_left(
         },
     )
     monkeypatch.setattr(
-        "server.model.kv_memory.available_memory", lambda: Machine(root).available_memory
+        "server.model.build.available_memory", lambda: Machine(root).available_memory
     )
     assert num_blocks_for(1 << 20, "cpu", fraction=0.25) == 255
 

@@ -211,7 +211,6 @@ class AdapterBank:
         self._max_rows = max_rows
         self._work = work
         self._held: dict[int, CpuAdapter] = {}
-        self._head_logits = np.zeros((0, 0), np.float32)
         alternate, up = gate_up_layout(layers, shape)
         places = (1, shape.num_layers, len(KINDS))
         self.record = StepAdapters(
@@ -280,12 +279,9 @@ class AdapterBank:
             if own is None:
                 continue
             mine = where[of_row == place]
-            width = own.rows.shape[0] * PANEL
-            if self._head_logits.shape[0] < mine.shape[0] or self._head_logits.shape[1] != width:
-                self._head_logits = np.zeros((mine.shape[0], width), np.float32)
-            states = np.ascontiguousarray(full.states[mine])
+            logits = np.zeros((mine.shape[0], own.rows.shape[0] * PANEL), np.float32)
+            states = full.states[mine]
             cap = self._shape.logit_cap
             record = float_linear(own.rows)
-            product(states, mine.shape[0], record, self._head_logits, cap, self._work)
-            found = self._head_logits[: mine.shape[0], : own.ids.shape[0]]
-            full.logits[np.ix_(mine, own.ids)] = found
+            product(states, mine.shape[0], record, logits, cap, self._work)
+            full.logits[np.ix_(mine, own.ids)] = logits[:, : own.ids.shape[0]]

@@ -46,15 +46,15 @@ def float_linear(panels: npt.NDArray[Any]) -> Linear:
     return float_linears(address, num_panels, width, panels.dtype == np.uint16)
 
 
-def pack_panels(weight: npt.NDArray[Any], out: npt.NDArray[Any], *, first_panel: int = 0) -> None:
-    """Write `weight` [N, K] into `out` [panels, K, PANEL] from panel `first_panel` on.
+def pack_panels(weight: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    """Write `weight` [N, K] into the first panels of `out` [panels, K, PANEL].
 
     Both float32, or both uint16 holding bfloat16 bits. Columns past N are zero.
     """
     num, k = weight.shape
     for p in range(-(-num // PANEL)):
         rows = weight[p * PANEL : (p + 1) * PANEL]
-        target = out[first_panel + p]
+        target = out[p]
         target[:, : rows.shape[0]] = rows.T
         target[:, rows.shape[0] :] = 0
     assert out.shape[1:] == (k, PANEL)

@@ -26,11 +26,12 @@ class Weights(Protocol):
         """Names as transformers' state dict has them."""
 
     def get(self, name: str) -> Any:
-        """The tensor, on the CPU."""
+        """The tensor, on the CPU: torch's, or an array, since torch takes a second and 200 MB to
+        import."""
 
 
 class Rows(NamedTuple):
-    """Rows of a matrix: a torch tensor, one row an output, and the tensor that they are of."""
+    """Rows of a matrix, one an output, as Weights have them, and the tensor that they are of."""
 
     name: str
     tensor: Any
@@ -38,13 +39,19 @@ class Rows(NamedTuple):
 
 def numbers_of(tensor: Any) -> npt.NDArray[Any]:
     """A tensor's own memory; that of bfloat16 as its bits, uint16."""
-    if str(getattr(tensor, "dtype", "")) == "torch.bfloat16":
+    if str(tensor.dtype) == "torch.bfloat16":
         import torch
 
         bits: npt.NDArray[Any] = tensor.view(torch.int16).numpy()
         return bits.view(np.uint16)
-    numbers: npt.NDArray[Any] = tensor.numpy()
+    numbers: npt.NDArray[Any] = tensor if isinstance(tensor, np.ndarray) else tensor.numpy()
     return numbers
+
+
+def floats_of(tensor: Any) -> Float32:
+    """A vector as float32, which an array is already."""
+    floats: Float32 = tensor if isinstance(tensor, np.ndarray) else tensor.float().numpy()
+    return floats
 
 
 def as_stored(tensor: Any, bf16: bool) -> npt.NDArray[Any]:
@@ -145,14 +152,13 @@ class ModelTensors:
             for norms, name in zip(both, s.names.qk_norms, strict=True):
                 norms[layer] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
         if layers.qkv_bias.shape[1]:
-            parts = [part.tensor.float().numpy() for part in self._qkv(layer, "bias")]
+            parts = [floats_of(part.tensor) for part in self._qkv(layer, "bias")]
             layers.qkv_bias[layer] = np.concatenate(parts)
         if layers.out_bias.shape[1]:
             layers.out_bias[layer] = self._vector(f"{prefix}{s.names.out}.bias")
 
     def _vector(self, name: str) -> Float32:
-        value: Float32 = self._source.get(name).float().numpy()
-        return value
+        return floats_of(self._source.get(name))
 
     def _rows(self, layer: int, module: str, kind: str = "weight") -> Rows:
         name = f"model.layers.{layer}.{module}.{kind}"

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -61,6 +61,20 @@ def _member(words: Int64, thread: int, threads: int) -> None:
 
 def _end(words: Int64) -> None:
     stop(words.ctypes.data)
+
+
+@contextlib.contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """torch's operations inside are not shared between threads. The number is partly the process's,
+    so it is put back."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class KernelThreads:

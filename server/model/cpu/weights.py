@@ -6,6 +6,7 @@ float32, or bfloat16 for the *stored* weights: activations, sums and logits are 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,13 +48,13 @@ def block_table(form: Form, rows: UInt8) -> Table:
     return Table(address, rows.strides[0], rows.shape[0], BLOCKS, scale, form.number)
 
 
+@dataclass(eq=False)
 class RunnerWeights:
     """What CpuRunner needs of a model's weights, whatever their kind. Read-only after construction.
 
     layers: the records of the forward pass. inner_size: width of what goes into the last product
     of an MLP. packed_head: the LM head, for products and for slices. num_bytes: of all panels, and
-    norms. embedding: the embedding table of num_embeddings rows, as tensors.Weights gives it, which
-    stays in its file.
+    norms. embedding: the embedding table, as tensors.Weights gives it, which stays in its file.
     table: the same as it lies in memory; NO_TABLE where the runner's own body embeds.
     """
 
@@ -61,10 +62,13 @@ class RunnerWeights:
     inner_size: int
     packed_head: PackedHead
     num_bytes: int
+    embedding: Any
+    table: Table
 
-    def __init__(self, embedding: Any, table: Table) -> None:
-        self.embedding, self.table = embedding, table
-        self.num_embeddings = int(embedding.shape[0])
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding table."""
+        return int(self.embedding.shape[0])
 
 
 class PackedWeights(RunnerWeights):
@@ -84,7 +88,7 @@ class PackedWeights(RunnerWeights):
         self._arena = Arena()
         self._kept: list[Panels] = []  # the addresses of records are theirs
         tensors = ModelTensors(shape, weights)
-        super().__init__(*float_table(tensors.embedding().tensor))
+        self.embedding, self.table = float_table(tensors.embedding().tensor)
         self.inner_size = -(-shape.intermediate_size // PANEL) * PANEL
         addresses = {kind: np.zeros(shape.num_layers, np.int64) for kind in KINDS}
         sizes: dict[str, tuple[int, int]] = {}
@@ -116,7 +120,7 @@ class PackedWeights(RunnerWeights):
             head = self._take(num_rows, shape.hidden_size)
             for first in range(0, head.shape[0], 256):
                 some = table[first * PANEL : min((first + 256) * PANEL, num_rows)]
-                pack_panels(as_stored(some, self._bf16), head, first_panel=first)
+                pack_panels(as_stored(some, self._bf16), head[first:])
             self.packed_head = float_head(head)
         self.num_bytes = sum(part.nbytes for part in (*self._kept, self.layers.norms))
 

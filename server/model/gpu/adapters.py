@@ -137,13 +137,11 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
     UnsupportedModelError for what is not computed.
     """
     lora = opened_adapter(folder, shape, shape.vocab_size)
-    known = lora.names()
     parts = {}
-    for name in linear_sizes(shape):
-        if name in known:
-            a, b = lora.pair(name)
-            b = lora.scale(name) * b.float()
-            parts[name] = (a.t().to(dtype).contiguous(), b.t().to(dtype))
+    for name in lora.names():
+        a, b = lora.pair(name)
+        b = lora.scale(name) * b
+        parts[name] = (a.t().to(dtype).contiguous(), b.t().to(dtype))
     columns = _columns(lora)
     own = [
         None if part is None else TokenRows(part.ids, part.rows.to(dtype))
@@ -156,8 +154,7 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
 
 def _columns(lora: LoraAdapter) -> int:
     """GpuAdapter.columns of an adapter: its largest rank, rounded up."""
-    ranks = [lora.rank(name) for name in lora.names()]
-    return power_of_two(max(_LEAST_RANK, *ranks)) if ranks else _LEAST_RANK
+    return power_of_two(max([_LEAST_RANK, *map(lora.rank, lora.names())]))
 
 
 def lora_spans(batch: Batch) -> Int32:
@@ -287,10 +284,6 @@ class LoraBank:
             return None
         rows, values = zip(*found, strict=True)
         return np.concatenate(rows), np.concatenate(values)
-
-    def base_ids(self, ids: Int32) -> Int32:
-        """The ids, with those that the base's tables lack as 0."""
-        return np.where(ids < self.shape.vocab_size, ids, 0).astype(np.int32)
 
     def head_places(self, batch: Batch, rows: Int32) -> Int32 | None:
         """int32 [n]: the place of each of these rows of the batch whose adapter has head rows, else

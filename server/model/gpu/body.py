@@ -36,7 +36,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.engine.batch import Batch
-from server.model.families import family_of
+from server.model.families import FAMILIES
 from server.model.gpu import attention as paged
 from server.model.gpu.adapters import Grouped, LoraBank, grouped_torch, lora_spans
 from server.model.gpu.attention import Kept, KvCache
@@ -45,12 +45,12 @@ from server.model.gpu.recurrent import (
     DeltaItems,
     DeltaRule,
     DeltaStates,
+    PagedConvolution,
     delta_torch,
-    replace_convolutions,
 )
 from server.model.gpu.transfers import Array, gathered
-from server.model.interface import StepHolder
-from server.model.shape import ModelShape, generic_shape, shape_of
+from server.model.interface import StepHolder, put_in_place
+from server.model.shape import shape_of
 from server.model.states import DeltaNet
 from server.types import ModelInfo
 
@@ -62,22 +62,13 @@ def delta_nets(module: nn.Module) -> list[DeltaNet]:
     return [part for part in module.modules() if isinstance(part, DeltaNet)]
 
 
-def _shape(module: Any) -> ModelShape | None:
-    """A family's; None of the generic path."""
-    try:
-        family_of(module.config)
-    except KeyError:
-        return None
-    return shape_of(module.config)
-
-
 def kept_by(module: Any) -> Kept:
     """What BodyRun keeps of a position."""
-    nets, sizes, shape = delta_nets(module), generic_shape(module.config), _shape(module)
-    num, width = len(nets), nets[0].kept_width if nets else 0
-    if shape is not None and any(shape.convolutions):
-        num, width = sum(shape.convolutions), shape.kept_width
-    return Kept(sizes.num_layers - num, sizes.num_kv_heads, sizes.head_dim, num, width)
+    nets, shape = delta_nets(module), shape_of(module.config)
+    num, width = sum(shape.convolutions), shape.kept_width
+    if nets:
+        num, width = len(nets), nets[0].kept_width
+    return Kept(shape.num_layers - num, shape.num_kv_heads, shape.head_dim, num, width)
 
 
 def place_attention(body: Any) -> None:
@@ -122,8 +113,7 @@ def narrow_layers(module: nn.Module) -> None:
     for name, part in list(module.named_modules()):
         is_layer = isinstance(part, nn.Linear) and ".layers." in f".{name}"
         if is_layer and not (part.in_features % 16 or part.out_features % 16):
-            owner, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, Float8Linear(part))
+            module.set_submodule(name, Float8Linear(part))
 
 
 PARTIAL_BYTES = 256 << 20
@@ -211,53 +201,41 @@ class StepGraphs:
 
 
 def pad_to_bucket(
-    arrays: dict[str, Array],
-    plan: paged.TilePlan,
-    key: GraphKey,
-    trash_slot: int,
-    tables_shape: tuple[int, int],
-) -> paged.TilePlan:
-    """Pad a step's arrays in place to the bucket's shapes; the padded plan.
+    arrays: dict[str, Array], key: GraphKey, trash_slot: int, tables_shape: tuple[int, int]
+) -> None:
+    """Pad the arrays of a step of short runs in place to the bucket's shapes.
 
-    plan: of short runs alone. tables_shape: of the bucket's block tables; entries of the step's own
-    beyond it are not read. Padded rows have no keys, no tile and the trash slot; every shape
-    depends on the key alone.
+    tables_shape: of the bucket's block tables; entries of the step's own beyond it are not read.
+    Padded rows have no keys, no tile and the trash slot; every shape depends on the key alone.
     """
-    num_rows, num_splits = key.rows, key.splits
-    fills = {"slots": trash_slot, "sources": paged.NOTHING}
+    num_rows = key.rows
+    fills = {"slots": trash_slot, "sources": paged.NOTHING, "split_rows": -1}
     shapes: dict[str, tuple[int, ...]] = {
         "block_tables": tables_shape,
         "ancestors": (num_rows, -(-num_rows // paged.WORD)),
         "lines": (num_rows, 2),
+        "long": (0, paged.TILE_FIELDS),
+        "split_rows": (num_rows if key.splits > 1 else 0,),
     }
     for name, array in arrays.items():  # of adapters' spans, one a row is the most
         room = num_rows * (ITEMS_A_ROW if name == "items" else 1)
         shape = shapes.get(name, (room, *array.shape[1:]))
-        arrays[name] = _corner(array, shape, fills.get(name, 0))
-    tiles = _corner(plan.short, (num_rows, paged.TILE_FIELDS))
-    split_rows = _corner(plan.split_rows, (num_rows if num_splits > 1 else 0,), -1)
-    return paged.TilePlan(tiles, plan.long, num_splits, split_rows)
-
-
-def _corner(array: Array, shape: tuple[int, ...], fill: int = 0) -> Array:
-    """An array of a shape, with what fits of the given one in its first places."""
-    padded = np.full(shape, fill, array.dtype)
-    part = array[tuple(map(slice, shape))]
-    padded[tuple(map(slice, part.shape))] = part
-    return padded
+        padded = arrays[name] = np.full(shape, fills.get(name, 0), array.dtype)
+        part = array[tuple(map(slice, shape))]  # what fits of it
+        padded[tuple(map(slice, part.shape))] = part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BodyPlan:
     """What the body of one step reads.
 
-    arrays: to be uploaded. graph_key: of the graph that is replayed, or None. tiles:
-    the attention's work; None for the torch attention.
+    arrays: to be uploaded. graph_key: of the graph that is replayed, or None. num_splits: of a
+    TilePlan; 0 for the torch attention.
     """
 
     arrays: dict[str, Array]
-    graph_key: GraphKey | None
-    tiles: paged.TilePlan | None
+    graph_key: GraphKey | None = None
+    num_splits: int = 0
 
 
 class BodyRun:
@@ -283,7 +261,7 @@ class BodyRun:
         graph_rows: int,
     ) -> None:
         device, kept = torch.device(info.device), kept_by(module)
-        sizes = generic_shape(module.config)
+        sizes = shape_of(module.config)
         self.cache = KvCache(kept, info.num_blocks, info.block_size, dtype, device)
         self.shape = paged.TileShape.of(
             num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim,
@@ -304,17 +282,17 @@ class BodyRun:
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
         self.embedding = embedding
-        of_family, nets = _shape(module), delta_nets(module)
-        self._taps = 0 if of_family is None else of_family.conv_taps
+        nets = delta_nets(module)
+        self._taps = sizes.conv_taps
         self.states: DeltaStates | None = None
         if nets:
             self.states = DeltaStates(nets, info.max_num_seqs, info.block_size, rule, device)
-        if replace_convolutions(self._body):
+        if put_in_place(self._body, "Lfm2ShortConv", PagedConvolution):
             place_attention(self._body)
         self._holder = StepHolder(module)
         self.adapters: LoraBank | None = None
-        if of_family is not None:
-            self.adapters = LoraBank(module, of_family, dtype, device, product)
+        if sizes.family in FAMILIES:
+            self.adapters = LoraBank(module, sizes, dtype, device, product)
         self._max_seqs = info.max_num_seqs
         self._max_blocks = -(-info.max_model_len // info.block_size)
         self._num_graph = self._num_plain = 0
@@ -331,7 +309,8 @@ class BodyRun:
         }
         own = None if self.adapters is None else self.adapters.embeds(batch)
         if self.adapters is not None and own is not None:
-            arrays["token_ids"] = self.adapters.base_ids(batch.token_ids)
+            ids, num = batch.token_ids, self.adapters.shape.vocab_size
+            arrays["token_ids"] = np.where(ids < num, ids, 0).astype(np.int32)  # 0: not the base's
         if self.embedding is not None:
             arrays["embeds"] = gathered(self.embedding, arrays["token_ids"])
             if own is not None:
@@ -348,17 +327,18 @@ class BodyRun:
         if spans.shape[0]:
             arrays["adapters"] = spans
         if self._partials is None:
-            return BodyPlan(arrays, None, None)
+            return BodyPlan(arrays)
         arrays["ancestors"] = paged.ancestor_bits(batch)
         tiles = paged.plan_tiles(batch, self.shape)
-        key = self._graph_key(batch, tiles, arrays)
+        arrays |= {"short": tiles.short, "long": tiles.long, "split_rows": tiles.split_rows}
+        key, num_splits = self._graph_key(batch, tiles, arrays), tiles.num_splits
         if key is not None:
             # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
             num_blocks = key[1] * self.shape.split_size // self.cache.block_size
             shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
-            tiles = pad_to_bucket(arrays, tiles, key, self.cache.trash_slot, shape)
-        arrays |= {"short": tiles.short, "long": tiles.long, "split_rows": tiles.split_rows}
-        return BodyPlan(arrays, key, tiles)
+            pad_to_bucket(arrays, key, self.cache.trash_slot, shape)
+            num_splits = key.splits
+        return BodyPlan(arrays, key, num_splits)
 
     def _graph_key(
         self, batch: Batch, plan: paged.TilePlan, arrays: Mapping[str, Array]
@@ -387,13 +367,13 @@ class BodyRun:
         names = paged.StepTensors.__dataclass_fields__
         step = paged.StepTensors(**{name: tensors[name] for name in names if name in tensors})
         attention: paged.Attention
-        if plan.tiles is None:
+        if not plan.num_splits:
             attention = paged.TorchAttention(batch, self.cache.block_size, step.slots.device)
         else:
             from server.model.gpu.triton_kernels import TritonAttention
 
             attention = TritonAttention(
-                step, tensors["short"], tensors["long"], plan.tiles.num_splits,
+                step, tensors["short"], tensors["long"], plan.num_splits,
                 tensors["split_rows"], self.shape, self._partials, self.cache.block_size,
             )  # fmt: skip
         recur = None

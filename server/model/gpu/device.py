@@ -51,13 +51,19 @@ class Trials:
     max_blocks: int
 
     def kernels(self) -> Iterator[Batch]:
-        """One for every kernel that serving needs, and for every graph."""
-        yield from self._of(warm_up_shapes(self.info.max_model_len, self.shape, self.graph_rows))
+        """One for every kernel that serving needs, and for every graph. Rows of decode and of
+        trees, with their keys in one part and in several, and of long runs."""
+        longest, long, graph = self.info.max_model_len, paged.MAX_TREE_RUN + 1, self.graph_rows + 1
+        shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest), (1, long, long)]
+        if self.graph_rows:
+            shapes.append((1, graph, graph))  # the shortest run without a graph
+        yield from self._of(shapes)
+        # The largest first: smaller ones fit into the memory that it took.
+        yield from self._graphs([b for b in reversed(ROW_BUCKETS) if b <= self.graph_rows])
 
     def graphs(self) -> Iterator[Batch]:
         """One for each of the largest graphs: smaller ones fit into the memory that they took."""
-        largest = [b for b in ROW_BUCKETS if b <= self.graph_rows][-1:]
-        yield from self._of(_graph_shapes(self.info.max_model_len, self.shape, largest))
+        yield from self._graphs([b for b in ROW_BUCKETS if b <= self.graph_rows][-1:])
 
     def largest(self) -> Iterator[Batch]:
         """The steps that take the most memory: all rows are of prompts. In the
@@ -71,8 +77,18 @@ class Trials:
         yield _drawing(whole, whole.num_rows, SamplingParams(temperature=0.0))
         yield _drawing(whole, min(whole.num_rows, info.max_num_seqs), _SAMPLED)
 
+    def _graphs(self, buckets: list[int]) -> Iterator[Batch]:
+        """The graphs of these numbers of rows, of the most splits first."""
+        shape, longest = self.shape, self.info.max_model_len
+        levels = {split_level(n + 1, shape.max_splits) for n in range(shape.max_splits)}
+        for bucket in buckets:
+            num_seqs = -(-bucket // paged.MAX_TREE_RUN)
+            rows = bucket // num_seqs
+            lengths = [min(longest, shape.split_size * n) for n in sorted(levels, reverse=True)]
+            yield from self._of([(num_seqs, rows, max(rows, length)) for length in lengths])
+
     def _of(self, shapes: list[tuple[int, int, int]]) -> Iterator[Batch]:
-        """Those of the shapes that fit."""
+        """Those of the shapes (sequences, rows of each, length) that fit."""
         info, num_slots = self.info, self.info.num_blocks * self.info.block_size
         for num_seqs, rows, length in shapes:
             total = num_seqs * rows
@@ -90,37 +106,6 @@ def _drawing(batch: Batch, num_draws: int, sampling: SamplingParams) -> Batch:
         batch, draw_rows=rows, draw_params=zeros, draw_parent=none, draw_mask=none,
         draw_positions=batch.positions[rows] + 1, params=(replace(params, sampling=sampling),),
     )  # fmt: skip
-
-
-def warm_up_shapes(
-    longest: int, shape: paged.TileShape, graph_rows: int
-) -> list[tuple[int, int, int]]:
-    """(sequences, rows of each, length): every kernel that serving needs, then every graph.
-
-    Rows of decode and of trees, with their keys in one part and in several, and of long runs.
-    """
-    long = paged.MAX_TREE_RUN + 1
-    shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest), (1, long, long)]
-    if graph_rows:
-        shapes.append((1, graph_rows + 1, graph_rows + 1))  # the shortest run without a graph
-    # The largest first: smaller ones fit into the memory that it took.
-    return shapes + _graph_shapes(
-        longest, shape, [b for b in reversed(ROW_BUCKETS) if b <= graph_rows]
-    )
-
-
-def _graph_shapes(
-    longest: int, shape: paged.TileShape, buckets: list[int]
-) -> list[tuple[int, int, int]]:
-    """The graphs of these numbers of rows, of the most splits first."""
-    levels = {split_level(n + 1, shape.max_splits) for n in range(shape.max_splits)}
-    shapes = []
-    for bucket in buckets:
-        num_seqs = -(-bucket // paged.MAX_TREE_RUN)
-        rows = bucket // num_seqs
-        for level in sorted(levels, reverse=True):
-            shapes.append((num_seqs, rows, max(rows, min(longest, shape.split_size * level))))
-    return shapes
 
 
 def warm_up_batch(num_seqs: int, rows: int, length: int, max_blocks: int) -> Batch:

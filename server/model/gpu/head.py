@@ -23,7 +23,6 @@ from server.engine.batch import (
     Drawn,
     Int32,
     likeliest_first,
-    places_of,
 )
 from server.model.draws import Top, allowed_words, undrawn
 from server.model.gpu import sampler
@@ -44,8 +43,8 @@ class Part:
     """Draws and scores that read the logits of rows first .. last - 1 of a slab.
 
     plan: its rows begin at `first`; where draws see slices, draw i reads a row i of its own.
-    arrays: to copy to the device, by name: the plan's; those of `_told`; score_rows, score_targets:
-    int32 of each score; own_places: int32 of the rows, of LoraBank.head_places, where what is read
+    arrays: to copy to the device, by name: the plan's; score_rows, score_targets: int32 of each
+    score; own_places: int32 of the rows, of LoraBank.head_places, where what is read
     are the rows' wide logits; slice_rows, slice_places: int32 of each draw that sees a slice: its
     row of the slab, its place in the slab's view.
     """
@@ -56,7 +55,6 @@ class Part:
     plan: DrawPlan
     arrays: dict[str, Array]
     score_ids: Array
-    num_score_top: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,13 +126,12 @@ class HeadRun:
                     at = draw_at[chosen] - start - first
                     width = wide if kind else self.vocab_size
                     plan = plan_draws(batch, draws[chosen], at, width)
-                    arrays = {**plan.arrays, **_told(batch, draws[chosen], at, plan)}
+                    arrays = dict(plan.arrays)
                     arrays["score_rows"] = (score_at[scores] - start - first).astype(np.int32)
                     arrays["score_targets"] = batch.score_targets[scores]
                     if own is not None and kind:
                         arrays["own_places"] = own
-                    most = int(batch.score_top[scores].max(initial=0))
-                    parts.append(Part(first, last, draws[chosen], plan, arrays, scores, most))
+                    parts.append(Part(first, last, draws[chosen], plan, arrays, scores))
             slabs.append(Slab(rows, tuple(parts)))
         return slabs
 
@@ -153,8 +150,8 @@ class HeadRun:
             rows, at = np.unique(batch.draw_rows[draws[some]], return_inverse=True)
             own = np.arange(some.shape[0])
             plan = plan_draws(batch, draws[some], own, view.width, view.ids)
-            arrays = {**plan.arrays, **_told(batch, draws[some], own, plan, view.ids)}
-            arrays |= {"slice_rows": at.astype(np.int32), "slice_places": which[some]}
+            seen = {"slice_rows": at.astype(np.int32), "slice_places": which[some]}
+            arrays = {**plan.arrays, **seen}
             part = Part(0, rows.shape[0], draws[some], plan, arrays, none)
             slabs.append(Slab(rows.astype(np.int32), (part,), view))
         return slabs
@@ -235,7 +232,8 @@ class HeadRun:
                     told.append(Segment("named", wanted, (values,)))
         if part.score_ids.shape[0]:
             seen = logits.index_select(0, tensors["score_rows"])
-            found = token_logprobs(seen, tensors["score_targets"], part.num_score_top)
+            most = int(step.batch.score_top[part.score_ids].max())
+            found = token_logprobs(seen, tensors["score_targets"], most)
             told.append(Segment("score", part.score_ids, found))
 
 
@@ -252,30 +250,6 @@ def slab_arrays(slabs: Sequence[Slab]) -> dict[str, Array]:
         arrays[f"{i}.rows"] = slab.rows
         for j, part in enumerate(slab.parts):
             arrays |= {f"{i}.{j}.{name}": array for name, array in part.arrays.items()}
-    return arrays
-
-
-def _told(
-    batch: Batch, draw_ids: Array, logits_rows: Array, plan: DrawPlan, ids: Int32 | None = None
-) -> dict[str, Array]:
-    """What is read for that which is told of draws beside their logprobs; arguments as plan_draws
-    has them. named_columns: int32 [logprobs, most], the columns of logprob_token_ids, -1 where a
-    slice lacks one, and behind the last. likely_rows: int32."""
-    arrays: dict[str, Array] = {}
-    draws = draw_ids[plan.arrays["logprob_at"]].tolist()
-    named = [batch.params[batch.draw_params[d]].sampling.logprob_token_ids for d in draws]
-    columns = np.full((len(draws), max(map(len, named), default=0)), -1, np.int32)
-    for row, token_ids in zip(columns, named, strict=True):
-        own = row[: len(token_ids)]
-        if ids is not None:
-            at, found = places_of(ids, np.asarray(token_ids))
-            own[found] = at
-        else:
-            own[:] = token_ids
-    if columns.shape[1]:
-        arrays["named_columns"] = columns
-    if batch.num_likely:
-        arrays["likely_rows"] = logits_rows.astype(np.int32)
     return arrays
 
 

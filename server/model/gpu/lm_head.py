@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 class LmHead:
-    """All rows of the head.
+    """All rows of the head, or some.
 
     weight: [V, hidden_size], where the hidden states are (may be the tied embedding table, never
     copied) or, with is_streamed, in CPU memory. bias: [V] beside the hidden states, or None.
@@ -100,20 +100,6 @@ def _round_up(num: int) -> int:
     return -(-num // _ROWS) * _ROWS
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Head rows on the device, rounded up by zeros. ids: of a table's rows."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, rows]."""
-        logits = product(hidden, self.weight)
-        return logits if self.bias is None else logits + self.bias
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceView:
     """What slices of one table see. W: columns.
@@ -152,14 +138,15 @@ class TorchSlices:
         self._head = head
         self._device = device
         self._copies = Beside(device)
-        self._tables: dict[int, _Rows] = {}
+        self._tables: dict[int, tuple[LmHead, Int32]] = {}  # and the ids of its rows
         self._pool = self._rows_for(0)
         self._views: dict[int, SliceView] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of copied head rows on the device, rounded-up rows included."""
-        return sum(rows.weight.nbytes for rows in (self._pool, *self._tables.values()))
+        tables = [rows for rows, _ in self._tables.values()]
+        return sum(rows.weight.nbytes for rows in (self._pool, *tables))
 
     # -- head rows --------------------------------------------------------------------------
 
@@ -169,9 +156,8 @@ class TorchSlices:
         if table in self._tables:
             raise ValueError(f"table {table} is loaded already")
         rows = self._rows_for(token_ids.shape[0])
-        rows.ids = token_ids
         self._copy(rows, token_ids, np.arange(token_ids.shape[0]))
-        self._tables[table] = rows
+        self._tables[table] = rows, token_ids
 
     def drop_table(self, table: int) -> None:
         """Forget a table; unknown numbers are fine."""
@@ -192,13 +178,14 @@ class TorchSlices:
                 self._pool.bias[: old.bias.shape[0]] = old.bias
         self._copy(self._pool, token_ids, places)
 
-    def _rows_for(self, num: int) -> _Rows:
+    def _rows_for(self, num: int) -> LmHead:
+        """Zeros, on the device."""
         size, weight = _round_up(num), self._head.weight
         rows = torch.zeros((size, weight.shape[1]), dtype=weight.dtype, device=self._device)
         bias = None if self._head.bias is None else torch.zeros(size, device=self._device)
-        return _Rows(rows, bias)
+        return LmHead(rows, bias)
 
-    def _copy(self, rows: _Rows, token_ids: Int32, places: Array) -> None:
+    def _copy(self, rows: LmHead, token_ids: Int32, places: Array) -> None:
         """Copy head rows into places of `rows`."""
         weight = self._head.weight
         with self._copies.queued():
@@ -243,10 +230,10 @@ class TorchSlices:
             for row, one in zip(seen, slices, strict=True):
                 row[one.ids] = True
             return SliceView(slices, self._there(seen))
-        rows = self._tables.get(slices[0].table)
-        if rows is None:
+        if slices[0].table not in self._tables:
             raise ValueError(f"table {slices[0].table} is not loaded")
-        num = rows.ids.shape[0]
+        rows, table_ids = self._tables[slices[0].table]
+        num = table_ids.shape[0]
         own = [np.flatnonzero(one.columns >= one.num_static) for one in slices]
         for one, at in zip(slices, own, strict=True):
             if one.num_static != num or one.ids.shape[0] != num + at.shape[0]:
@@ -259,7 +246,7 @@ class TorchSlices:
         places = places[first] - num
         if places.shape[0] and places.max() >= self._pool.weight.shape[0]:
             raise ValueError("a slice has columns past the cached rows")
-        every = np.concatenate([rows.ids, dynamic])
+        every = np.concatenate([table_ids, dynamic])
         order = np.argsort(every)
         ids = every[order].astype(np.int32)
         seen = np.zeros((len(slices), ids.shape[0]), np.bool_)
@@ -278,9 +265,9 @@ class TorchSlices:
         dtype."""
         assert view.pool is not None and view.order is not None
         self._copies.join()
-        parts = [self._tables[view.slices[0].table].logits(hidden)]
+        parts = [self._tables[view.slices[0].table][0].logits(hidden)]
         if view.pool.shape[0]:
             weight, bias = self._pool.weight, self._pool.bias
             own = None if bias is None else bias.index_select(0, view.pool)
-            parts.append(_Rows(weight.index_select(0, view.pool), own).logits(hidden))
+            parts.append(LmHead(weight.index_select(0, view.pool), own).logits(hidden))
         return soft_capped(torch.cat(parts, dim=1).index_select(1, view.order), self._head.cap)

@@ -23,8 +23,8 @@ the sums of a row are the same in a prompt chunk, a decode step, a replay and a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from torch.nn import functional
 from server.engine.batch import Batch, Int32
 from server.model.draws import batch_rows
 from server.model.gpu.attention import NOTHING, key_slots
-from server.model.interface import StepHolder, put_in_place
+from server.model.interface import StepHolder
 from server.model.states import DeltaNet, StatePlaces, StatePlan, num_states
 
 
@@ -49,7 +49,6 @@ class PagedConvolution(nn.Module):
         self.in_proj, self.out_proj = net.in_proj, net.out_proj
         self.layer = layer
         self.taps = net.conv.weight.detach().float()[:, 0].t().contiguous()  # of [H, 1, taps]
-        self.bias = None if net.conv.bias is None else net.conv.bias.detach().float()
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """[1, R, H] to [1, R, H]; the rows' own inputs are kept first, and read with the others."""
@@ -61,15 +60,8 @@ class PagedConvolution(nn.Module):
         read = kept.index_select(0, sources.clamp(min=0).flatten()).float()
         read = read.view(*sources.shape, -1).masked_fill_((sources < 0)[..., None], 0.0)
         filtered = (read * self.taps).sum(dim=1)
-        if self.bias is not None:
-            filtered = filtered + self.bias
         out: torch.Tensor = self.out_proj((scale * filtered.to(x.dtype))[None])
         return out
-
-
-def replace_convolutions(body: nn.Module) -> int:
-    """Put a PagedConvolution in the place of every short convolution of transformers; how many."""
-    return len(put_in_place(body, "Lfm2ShortConv", PagedConvolution))
 
 
 ROW, RELOAD, SAVE, SOURCES = range(4)
@@ -100,12 +92,8 @@ class DeltaMemory(NamedTuple):
     states: torch.Tensor
 
 
-class DeltaRule(Protocol):
-    """One layer's recurrence: [R, heads dv] in mixed's dtype. mixed: [R, channels + 2 heads]."""
-
-    def __call__(
-        self, net: DeltaNet, mixed: torch.Tensor, step: DeltaItems, memory: DeltaMemory
-    ) -> torch.Tensor: ...
+DeltaRule = Callable[[DeltaNet, torch.Tensor, DeltaItems, DeltaMemory], torch.Tensor]
+"""One layer's recurrence, of what is [R, channels + 2 heads] to [R, heads dv] in the same dtype."""
 
 
 def plan_items(batch: Batch, plan: StatePlan, taps: int, block_size: int) -> DeltaItems:

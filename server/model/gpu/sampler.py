@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from server.engine.batch import Batch, Int32
+from server.engine.batch import Batch, Int32, places_of
 from server.model.draws import adjustments, noise_key
 from server.model.gpu.transfers import Array
 from server.types import DRAW_NUMBERS
@@ -46,7 +46,9 @@ class DrawPlan:
       processed draws.
       numbers: float64 [m, k], SamplingParams.numbers. noise: int64 [m, 3]: the words of noise_key,
       and 1 where noise is added. ordered int32: processed draws with top-k or top-p.
-      logprob_rows, logprob_at int32: draws whose logprobs are wanted.
+      logprob_rows, logprob_at int32: draws whose logprobs are wanted. named_columns: int32
+      [logprobs, most], the columns of logprob_token_ids, -1 where a slice lacks one, and behind the
+      last; likely_rows: int32: rows whose likeliest ids are wanted. Both where some are.
     Every `*_id` is a column of the logits.
     num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i.
     num_top: most top logprobs of any draw, -1 when no draw wants logprobs.
@@ -74,6 +76,7 @@ def plan_draws(
     """
     lists: dict[str, list[Any]] = {name: [] for name in _DTYPES}
     num_top, noisy = -1, False
+    named: list[tuple[int, ...]] = []  # ids whose logprobs are wanted
 
     def entries(row: str, **values: Array) -> None:
         """Numbers of the processed draw that comes next."""
@@ -87,6 +90,7 @@ def plan_draws(
         if s.num_logprobs is not None and not batch.is_kept(draw):
             lists["logprob_rows"].append(row)
             lists["logprob_at"].append(at)
+            named.append(s.logprob_token_ids)
             num_top = max(num_top, s.num_logprobs)
         path = batch.path_tokens(draw) if s.min_tokens or s.has_penalties else []
         if params.takes_argmax(int(batch.draw_mask[draw]), len(path)):
@@ -120,6 +124,18 @@ def plan_draws(
         for (name, kind), values in zip(_DTYPES.items(), lists.values(), strict=True)
         if lists["at"] or name in _OF_ALL
     }
+    columns = np.full((len(named), max(map(len, named), default=0)), -1, np.int32)
+    for line, token_ids in zip(columns, named, strict=True):
+        own = line[: len(token_ids)]
+        if column_ids is None:
+            own[:] = token_ids
+        else:
+            places, found = places_of(column_ids, np.asarray(token_ids))
+            own[found] = places
+    if columns.shape[1]:
+        arrays["named_columns"] = columns
+    if batch.num_likely:
+        arrays["likely_rows"] = logits_rows.astype(np.int32)
     num_draws = int(draw_ids.shape[0])
     is_all = not lists["at"] and bool((logits_rows == np.arange(num_draws)).all())
     return DrawPlan(arrays, num_draws, is_all, num_top, noisy)

@@ -11,9 +11,8 @@ import torch
 
 from server.engine.batch import Batch
 from server.model import build
-from server.model.build import RunnerSpec
+from server.model.build import MARGIN, RunnerSpec
 from server.model.gpu.runner import TorchRunner
-from server.model.kv_memory import MARGIN
 from server.model.shape import shape_of
 from server.types import EngineSizes
 from tests.model import families

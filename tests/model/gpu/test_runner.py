@@ -11,19 +11,19 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from server.model.build import num_blocks_for
 from server.model.gpu import attention
 from server.model.gpu import body as graphs
 from server.model.gpu.attention import Kept, KvCache
 from server.model.gpu.body import Float8Linear, GraphKey, pad_to_bucket
-from server.model.gpu.device import device_figures, warm_up_shapes
+from server.model.gpu.device import device_figures
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
-from server.model.kv_memory import num_blocks_for
 from server.types import DeviceFigures, SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.families import tokens, truth
-from tests.model.torch_runners import body_of, head_of, runner_over
+from tests.model.torch_runners import head_of, runner_over
 
 V = families.VOCAB_SIZE
 NUM_BLOCKS = 32
@@ -103,10 +103,7 @@ def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
     row = builder.add_rows(Pages(NUM_BLOCKS).sequence(12), ids, 0)[-1]
     builder.draw(row, builder.add_params(draw_params()))
     made = make()
-    shapes = warm_up_shapes(families.MAX_LEN, body_of(made).shape, 0)
-    fitting = [s for s in shapes if s[0] * s[1] <= 64 and s[1] <= s[2]]
-    assert len(shapes) > len(fitting) == 4  # 65 rows at once do not fit 64 batched tokens
-    assert made.warm_up() == len(fitting)
+    assert made.warm_up() == 4  # 65 rows at once do not fit 64 batched tokens
     made.launch(builder.build())
     with pytest.raises(RuntimeError, match="in flight"):
         made.warm_up()
@@ -306,9 +303,7 @@ def test_ancestors_are_the_paths() -> None:
 def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
     """What a CUDA graph needs, with and without trees; and what is padded does no harm."""
 
-    def padded(
-        num_seqs: int, num_nodes: int
-    ) -> tuple[dict[str, npt.NDArray[np.int32]], attention.TilePlan]:
+    def padded(num_seqs: int, num_nodes: int) -> dict[str, npt.NDArray[np.int32]]:
         pages = Pages(300)
         builder = BatchBuilder()
         for i in range(num_seqs):
@@ -320,19 +315,18 @@ def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
         arrays = {name: getattr(batch, name) for name in names}
         arrays["ancestors"] = attention.ancestor_bits(batch)
         plan = attention.plan_tiles(batch, tile_shape())
-        return arrays, pad_to_bucket(arrays, plan, GraphKey(8, 4), 4800, (4, 64))
+        arrays |= {"short": plan.short, "long": plan.long, "split_rows": plan.split_rows}
+        pad_to_bucket(arrays, GraphKey(8, 4), 4800, (4, 64))
+        return arrays
 
-    two, plan_of_two = padded(2, 3)
-    four, plan_of_four = padded(4, 0)
+    two, four = padded(2, 3), padded(4, 0)
     assert {k: a.shape for k, a in two.items()} == {k: a.shape for k, a in four.items()}
-    assert plan_of_two.short.shape == plan_of_four.short.shape
-    assert plan_of_two.num_splits == plan_of_four.num_splits == 4
     assert two["slots"][5:].tolist() == [4800] * 3
     assert two["prefix_len"][5:].tolist() == [0] * 3
     assert two["ancestors"][:, 0].tolist() == [0, 0, 1, 3, 7, 0, 0, 0]
     # A group of three: five rows a tile, the second sequence's root and its tree in one.
-    assert not plan_of_two.short[2:].any()
-    assert plan_of_two.split_rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert not two["short"][2:].any()
+    assert two["split_rows"].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
 def test_without_nvml_s_bindings_no_utilisation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ that trees, shared blocks and chunks give each row the same bits as a row alone.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -27,72 +29,66 @@ from server.model.states import DeltaNet, StatePlaces
 _NO_VECTOR = np.zeros(0, np.float32)
 
 
+@dataclass(eq=False)
 class PagedStep:
     """The rows of one step on the paged cache. kv_ids: of each layer, its place in the cache's
     keys, -1 for recurrent ones. states: of those, None where there are none. shape: sizes; its
     scale and cap are each call's."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        cache: Cache,
-        scratch: Scratch,
-        kv_ids: tuple[int, ...],
-        states: StateStore | None,
-        shape: Shape,
-        work: Work,
-    ) -> None:
-        self._kv_ids, self._states = kv_ids, states
-        self._plan = None if self._states is None else self._states.plan(rows)
+    rows: Rows
+    cache: Cache
+    scratch: Scratch
+    kv_ids: tuple[int, ...]
+    states: StateStore | None
+    shape: Shape
+    work: Work
+
+    def __post_init__(self) -> None:
+        self._plan = None if self.states is None else self.states.plan(self.rows)
         self._stacks = np.zeros(0, np.float32)
-        self._rows = rows
-        self._cache = cache
-        self._scratch = scratch
-        self._shape = shape
-        self._work = work
         # q and k come rotated: a table of no columns rotates nothing.
-        self._still = np.zeros((int(rows.positions.max(initial=0)) + 1, 0), np.float32)
+        self._still = np.zeros((int(self.rows.positions.max(initial=0)) + 1, 0), np.float32)
 
     def attend(
         self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See Step."""
         num, heads, head_dim = query.shape
-        qkv = torch.from_numpy(self._scratch.qkv)[:num]
+        qkv = torch.from_numpy(self.scratch.qkv)[:num]
         first = 0
         for part in (query, key, value):
             width = part.shape[1] * head_dim
             qkv[:, first : first + width].view(num, -1, head_dim).copy_(part)
             first += width
-        which = self._kv_ids[call.layer]
+        which = self.kv_ids[call.layer]
         layer = AttentionLayer(
             _NO_VECTOR, _NO_VECTOR, _NO_VECTOR, self._still, self._still, _NO_VECTOR, call.window,
-            self._cache.kind, self._cache.keys[which], self._cache.values[which],
-            self._cache.key_scales[which], self._cache.value_scales[which],
+            self.cache.kind, self.cache.keys[which], self.cache.values[which],
+            self.cache.key_scales[which], self.cache.value_scales[which],
         )  # fmt: skip
-        shape = self._shape._replace(scale=np.float32(call.scaling), cap=np.float32(call.cap))
+        shape = self.shape._replace(scale=np.float32(call.scaling), cap=np.float32(call.cap))
         attend_layer(
-            self._rows, self._scratch.qkv, layer, shape, self._scratch, self._scratch.attended,
-            self._work,
+            self.rows, self.scratch.qkv, layer, shape, self.scratch, self.scratch.attended,
+            self.work,
         )  # fmt: skip
-        return torch.from_numpy(self._scratch.attended)[:num].view(num, heads, head_dim).clone()
+        return torch.from_numpy(self.scratch.attended)[:num].view(num, heads, head_dim).clone()
 
     def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
         """See Step."""
-        assert self._states is not None and self._plan is not None
+        assert self.states is not None and self._plan is not None
         heads, dk, dv = net.state_size
         record = DeltaLayer(
             net.taps.numpy(), net.rate.numpy(), net.shift.numpy(), net.key_heads, dk, dv,
-            self._cache.inputs[net.layer],
+            self.cache.inputs[net.layer],
         )  # fmt: skip
         if not self._stacks.size:
-            depth = self._plan.deepest + 1
-            self._stacks = np.zeros((self._work.threads, depth, dk, dv), np.float32)
-        out = torch.empty((self._rows.num, heads * dv))
+            depth = int(self._plan.depths.max(initial=0)) + 1
+            self._stacks = np.zeros((self.work.threads, depth, dk, dv), np.float32)
+        out = torch.empty((self.rows.num, heads * dv))
         plan = (self._plan.seqs, self._plan.order, self._plan.depths)
         delta_rule(
-            self._rows, plan, record, mixed.contiguous().numpy(), self._states.states, net.layer,
-            self._stacks, out.numpy(), self._work,
+            self.rows, plan, record, mixed.contiguous().numpy(), self.states.states, net.layer,
+            self._stacks, out.numpy(), self.work,
         )  # fmt: skip
         return out
 

@@ -25,7 +25,7 @@ from server.machine import cores
 from server.model.cpu.adapters import CpuAdapter
 from server.model.cpu.generic.attention import PagedStep, StateStore
 from server.model.cpu.generic.soundness import called, check_rows
-from server.model.cpu.head import PackedHead, float_head
+from server.model.cpu.head import float_head
 from server.model.cpu.kernels import product
 from server.model.cpu.linear import float_linear, new_work, packed
 from server.model.cpu.records import (
@@ -41,6 +41,7 @@ from server.model.cpu.records import (
 )
 from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
 from server.model.cpu.tensors import as_stored
+from server.model.cpu.threads import torch_on_one_thread
 from server.model.cpu.weights import RunnerWeights
 from server.model.draws import batch_rows
 from server.model.families import layer_types
@@ -52,7 +53,7 @@ from server.model.inspection import (
     probe_ids,
 )
 from server.model.interface import StepHolder
-from server.model.shape import ModelShape, generic_shape
+from server.model.shape import ModelShape, shape_of
 from server.model.states import DeltaNet, num_states, replace_delta_nets
 from server.types import ModelInfo
 
@@ -135,20 +136,7 @@ def replace_modules(body: nn.Module, work: Work, num_positions: int, *, bf16: bo
             made = RotaryTables(module, num_positions)
         else:
             continue
-        owner, _, leaf = name.rpartition(".")
-        setattr(body.get_submodule(owner), leaf, made)
-
-
-class _HeadWeights(RunnerWeights):
-    """The weights of a CpuRunner with another body: the LM head. layers: nothing; the module
-    embeds. num_bytes: of the matrices, packed."""
-
-    layers = Layers(*cast("Any", (None,) * len(Layers._fields)))
-    inner_size = 0
-
-    def __init__(self, head: PackedHead, embedding: torch.Tensor, num_bytes: int) -> None:
-        super().__init__(embedding, NO_TABLE)
-        self.packed_head, self.num_bytes = head, num_bytes
+        body.set_submodule(name, made)
 
 
 class GenericModel(NamedTuple):
@@ -162,7 +150,7 @@ class GenericModel(NamedTuple):
     holder: StepHolder
     nets: list[DeltaNet]
     shape: ModelShape
-    weights: _HeadWeights
+    weights: RunnerWeights
     factor: float
 
 
@@ -196,7 +184,7 @@ def generic_model(
         # need not know of it.
         head = torch.cat([head, table.bias.detach()[:, None]], dim=1)
     shape = replace(
-        generic_shape(module.config),
+        shape_of(module.config),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -212,7 +200,8 @@ def generic_model(
         part.panels.nbytes for part in module.modules() if isinstance(part, RowLinear)
     )
     embedding = model.get_input_embeddings().weight.detach()
-    weights = _HeadWeights(float_head(panels), embedding, num_bytes)
+    nothing = Layers(*cast("Any", (None,) * len(Layers._fields)))  # the module has them, and embeds
+    weights = RunnerWeights(nothing, 0, float_head(panels), num_bytes, embedding, NO_TABLE)
     made = GenericModel(module, holder, nets, shape, weights, found.factor)
     _check(made, ids[0].numpy(), found)
     return made
@@ -245,7 +234,6 @@ class GenericRunner(CpuRunner):
         if model.nets:  # every sequence's own, a block boundary's, and some of prompts
             sizes = len(model.nets), *model.nets[0].state_size
             self._store = StateStore(num_states(info.max_num_seqs), sizes)
-        self._torch_threads = torch.get_num_threads()
 
     def pack_adapter(self, folder: str) -> CpuAdapter:
         """Refused: our sums of adapters are those of families."""
@@ -274,19 +262,14 @@ class GenericRunner(CpuRunner):
             self._work,
         )  # fmt: skip
         positions = torch.from_numpy(rows.positions.astype(np.int64))[None]
-        # torch on one thread: the number of rows must not decide where an array is cut
-        # (soundness.py). The number is partly the process's, so it is put back after each step.
-        torch.set_num_threads(1)
-        try:
-            with torch.no_grad():
-                model: Any = self._model.module
-                hidden = self._model.holder.run(
-                    model.base_model, step,
-                    input_ids=torch.from_numpy(ids)[None], position_ids=positions,
-                )  # fmt: skip
-                hidden = hidden * self._model.factor
-        finally:
-            torch.set_num_threads(self._torch_threads)
+        # On one thread: the number of rows must not decide where an array is cut (soundness.py).
+        with torch.no_grad(), torch_on_one_thread():
+            model: Any = self._model.module
+            hidden = self._model.holder.run(
+                model.base_model, step,
+                input_ids=torch.from_numpy(ids)[None], position_ids=positions,
+            )  # fmt: skip
+            hidden = hidden * self._model.factor
         if self._store is not None:
             self._store.commit()
         states = np.ones((rows.num, self._shape.hidden_size), np.float32)  # see generic_model

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from server.model.cpu.integers.weights import (
 )
 from server.model.cpu.records import Float32, Float64, Scratch
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
+from server.model.cpu.threads import torch_on_one_thread
 from server.model.shape import ModelShape
 
 LIMIT = 0.025
@@ -83,7 +83,9 @@ def measured(
             else:
                 factors[kind if kind == "head" else f"{layer}.{kind}"] = own
 
-    with _one_thread_a_product(), ThreadPoolExecutor(threads) as pool:
+    # Threads that share one product wait for each other by spinning: on a busy machine a product of
+    # a few milliseconds took hundreds (numpy's library, whose threads nobody can limit here).
+    with torch_on_one_thread(), ThreadPoolExecutor(threads) as pool:
         following = np.array(run(0).x[:num_rows])
         for layer in range(shape.num_layers):
             first = _normed(shape, following, norms[layer, 0])
@@ -218,20 +220,6 @@ def _exact(x: Float64, matrix: Float64) -> Float64:
 
     product: Float64 = (torch.from_numpy(x) @ torch.from_numpy(matrix).T).numpy()
     return product
-
-
-@contextmanager
-def _one_thread_a_product() -> Iterator[None]:
-    """Threads that share one product wait for each other by spinning: on a busy machine a product
-    of a few milliseconds took hundreds (numpy's library, whose threads nobody can limit here)."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _squares(values: Float64, scale: npt.NDArray[Any]) -> Float64:

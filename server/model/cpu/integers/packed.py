@@ -47,7 +47,7 @@ from server.model.cpu.records import (
     Linear,
     UInt8,
 )
-from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of
+from server.model.cpu.tensors import ModelTensors, Rows, Weights
 from server.model.cpu.weights import RunnerWeights, block_table, float_table
 from server.model.shape import ModelShape
 
@@ -141,11 +141,11 @@ class IntegerWeights(RunnerWeights):
         self.inner_size = -(-shape.intermediate_size // BLOCK) * BLOCK
         tensors = ModelTensors(shape, weights)
         name, embedding = tensors.embedding()
-        if self._file is not None:
-            table = block_table(BY_NAME[self._file.form(name)], numbers_of(embedding))
+        if self._file is None:
+            self.embedding, self.table = float_table(embedding)
         else:
-            embedding, table = float_table(embedding)
-        super().__init__(embedding, table)
+            form_of_rows = BY_NAME[self._file.form(name)]
+            self.embedding, self.table = embedding, block_table(form_of_rows, embedding)
         layers: list[dict[str, list[Part]]] = []
         for layer in range(shape.num_layers):
             layers.append(self._layer(tensors, layer))
@@ -176,7 +176,7 @@ class IntegerWeights(RunnerWeights):
     def _stored(self, rows: Rows, kind: str, layer: int = 0) -> Stored:
         """Rows of a matrix, rounded or as their file has them. Raises ModelError."""
         if self._file is not None:
-            return from_ggml(self._file.form(rows.name), rows.tensor.numpy())
+            return from_ggml(self._file.form(rows.name), rows.tensor)
         weight: Float32 = rows.tensor.float().numpy()
         try:
             return rounded(weight, self._form, self._measured, kind, layer)[0]
@@ -249,23 +249,11 @@ class IntegerWeights(RunnerWeights):
 def _runs(form: Form, num_inputs: int) -> Int64:
     """Every run of PANEL lanes in a panel: [(first byte, bytes of a lane, lanes)]; see forms.py."""
     small = 1 if form.two_level else 2
-    runs: list[tuple[int, int, int]] = []
-    at = 0
-
-    def add(num_bytes: int, lane: int) -> None:
-        nonlocal at
-        for _ in range(num_bytes // (PANEL * lane)):
-            runs.append((at, lane, PANEL))
-            at += PANEL * lane
-
-    blocks = num_inputs // 32
+    block = [(form.low_bytes + form.high_bytes, 4), (form.scale_bytes * (1 + form.has_min), small)]
+    pieces = [(form.header_bytes, 2), *(block * form.blocks_per_super)]
+    pieces *= num_inputs // (BLOCK * form.blocks_per_super)
     if form.per_output:
-        add(form.header_bytes, 4)
-        add(blocks * form.record_bytes, 4)
-        return np.array(runs, np.int64)
-    for block in range(blocks):
-        if block % form.blocks_per_super == 0:
-            add(form.header_bytes, 2)
-        add(form.low_bytes + form.high_bytes, 4)
-        add(form.scale_bytes * (1 + form.has_min), small)
-    return np.array(runs, np.int64)
+        pieces = [(form.panel_bytes(num_inputs), 4)]
+    lanes = np.repeat([lane for _, lane in pieces], [n // (PANEL * lane) for n, lane in pieces])
+    ends = np.cumsum(lanes * PANEL)
+    return np.stack((ends - lanes * PANEL, lanes, np.full_like(lanes, PANEL)), axis=1)
