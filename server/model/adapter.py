@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,8 @@ class LoraAdapter:
 
         self.separate_head = tied and HEAD in self._rows
         self._tied = tied
+        if tied and EMBEDDING in self._rows:  # a tied head's are the same unless it has others
+            self._rows.setdefault(HEAD, self._rows[EMBEDDING])
         self.enrichment = enrichment_of(folder)
         if self.enrichment is not None:
             self.files = (*self.files, folder / ENRICHMENT_FILE)
@@ -231,13 +233,10 @@ class LoraAdapter:
         """Whether the embedding or the head (by name) has rows of this adapter."""
         return name in self._rows
 
-    def table(self, name: str, base: torch.Tensor, *, of: str | None = None) -> torch.Tensor:
+    def table(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """`base` [V, width] with the adapter's rows, [V or more, width]; a copy, in base's dtype.
-
-        of: the table whose rows to take, `name` when None (a tied head has the embedding's).
-        Raises ModelError for rows of another width.
-        """
-        own = self.rows(of or name, base.shape[1])
+        Raises ModelError for rows of another width."""
+        own = self.rows(name, base.shape[1])
         import torch
 
         wide = torch.zeros((self.num_rows(base.shape[0]), base.shape[1]), dtype=base.dtype)
@@ -337,27 +336,21 @@ def enrichment_of(folder: str | Path | None, tokenizer: str | None = None) -> En
 def linear_sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of every matrix that the layers have, by its name: a short convolution's
     layer has no attention."""
-    hidden, attended = s.hidden_size, s.num_heads * s.head_dim
+    hidden, attended, inner = s.hidden_size, s.num_heads * s.head_dim, s.intermediate_size
     keys = s.num_kv_heads * s.head_dim
-    parts = {
-        s.names.qkv: ((attended, keys, keys), hidden),
-        (s.names.out,): ((hidden,), attended),
-        s.names.gate_up: ((s.intermediate_size, s.intermediate_size), hidden),
-        (s.names.down,): ((hidden,), s.intermediate_size),
-    }
-    of_module: dict[str, tuple[int, int]] = {}
-    for names, (outputs, inputs) in parts.items():
-        if len(names) == 1:
-            of_module[names[0]] = sum(outputs), inputs
-        else:
-            of_module |= {name: (num, inputs) for name, num in zip(names, outputs, strict=True)}
-    of_module |= {s.names.conv[0]: (3 * hidden, hidden), s.names.conv[2]: (hidden, hidden)}
-    of_attention, of_convolution = {*s.names.qkv, s.names.out}, set(s.names.conv)
+
+    def sized(names: Sequence[str], outputs: Sequence[int]) -> dict[str, tuple[int, int]]:
+        """Of several matrices, or of one with the rows of all."""
+        num = outputs if len(names) > 1 else [sum(outputs)]
+        return {name: (n, hidden) for name, n in zip(names, num, strict=True)}
+
+    attention = sized(s.names.qkv, (attended, keys, keys)) | {s.names.out: (hidden, attended)}
+    convolution = {s.names.conv[0]: (3 * hidden, hidden), s.names.conv[2]: (hidden, hidden)}
+    mlp = sized(s.names.gate_up, (inner, inner)) | {s.names.down: (hidden, inner)}
     return {
         f"model.layers.{layer}.{module}.weight": size
-        for layer in range(s.num_layers)
-        for module, size in of_module.items()
-        if module not in (of_attention if s.convolutions[layer] else of_convolution)
+        for layer, convolves in enumerate(s.convolutions)
+        for module, size in ((convolution if convolves else attention) | mlp).items()
     }
 
 
@@ -388,14 +381,11 @@ class TokenRows:
 
 
 def token_rows(lora: LoraAdapter, shape: ModelShape) -> tuple[TokenRows | None, TokenRows | None]:
-    """The own rows of an opened adapter, of (the embedding, the head), None where it has none. A
-    tied head has the embedding's, unless it has others."""
+    """The own rows of an opened adapter, of (the embedding, the head), None where it has none."""
     embedding, head = (
         lora.rows(name, shape.hidden_size) if lora.changes_table(name) else None
         for name in (EMBEDDING, HEAD)
     )
-    if head is None and shape.tied:
-        head = embedding
     return embedding, head
 
 
@@ -419,8 +409,7 @@ def own_embeddings(
 
 def check_adapter(folder: Path, shape: ModelShape, num_base: int) -> bool:
     """Whether an adapter's head has rows of its own; reads no weights. Raises as opened_adapter."""
-    lora = opened_adapter(folder, shape, num_base)
-    return lora.changes_table(HEAD) or (shape.tied and lora.changes_table(EMBEDDING))
+    return opened_adapter(folder, shape, num_base).changes_table(HEAD)
 
 
 def num_ids_with(lora: LoraAdapter, num_ids: int) -> int:

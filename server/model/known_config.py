@@ -9,7 +9,6 @@ that a change of any of them uses transformers again. A read-only cache only cos
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -18,20 +17,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, ArrayFormat, Column
 from drafters.atomic_file import EVERYBODY, replacing
-from drafters.json_text import parsed
 from server.model import families, shape, supported
-from server.model.cache_folder import cache_dir
-from server.model.families import WeightNames
+from server.model.cache_folder import cache_dir, remembered_sha256
 from server.model.shape import ModelShape
 
 Float32 = npt.NDArray[np.float32]
+Read = TypeVar("Read")
 
 _ROPES = ArrayFormat(
     "rope tables",
@@ -43,6 +42,14 @@ _CONFIG_KEYS = (
     "eos_token_id", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
+
+
+class _Kept(msgspec.Struct):
+    """As KnownConfig has them; config: values by name."""
+
+    config: dict[str, Any]
+    shape: ModelShape
+    expected: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +86,10 @@ def find(raw: Mapping[str, Any], folder: Path | None = None) -> KnownConfig | No
     """The KnownConfig of a config.json with these values, of this folder, or None."""
     key = _key(raw)
     for place in (folder, None):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            plain = _read(key, place)
-            own = {name: _tuples(value) for name, value in plain["shape"].items()}
-            names = WeightNames(**{k: _tuples(v) for k, v in plain["shape"]["names"].items()})
-            return KnownConfig(
-                key=key,
-                folder=folder,
-                config=SimpleNamespace(**plain["config"]),
-                shape=ModelShape(**{**own, "names": names}),
-                expected={name: tuple(size) for name, size in plain["expected"].items()},
-            )
+        with suppress(OSError, ValueError):
+            kept = _read(key, _Kept, place)
+            config = SimpleNamespace(**kept.config)
+            return KnownConfig(key, folder, config, kept.shape, kept.expected)
     return None
 
 
@@ -100,12 +100,8 @@ def keep(
     place: Path | None = None,
 ) -> None:
     """Keep what transformers said of a config that is supported, in the cache or another folder."""
-    plain = {
-        "config": {name: getattr(config, name, None) for name in _CONFIG_KEYS},
-        "shape": dataclasses.asdict(shape.shape_of(config)),
-        "expected": {name: list(size) for name, size in expected.items()},
-    }
-    _write(_key(raw), plain, place)
+    own = {name: getattr(config, name, None) for name in _CONFIG_KEYS}
+    _write(_key(raw), _Kept(own, shape.shape_of(config), expected), place)
 
 
 def keep_ropes(
@@ -118,14 +114,12 @@ def keep_ropes(
         _ROPES.write(file, {"cos": cos, "sin": sin}, fingerprint=key, mode=EVERYBODY)
 
 
-def last_token_id(tokenizer_file: Path, fingerprint: str) -> int:
+def last_token_id(tokenizer_file: Path) -> int:
     """The highest id that a tokenizer.json knows, -1 for none; kept by the file's sha256, because
     the tokenizer takes five times its file's size to read."""
-    key = f"{fingerprint[:32]}-ids"
-    try:
-        return int(_read(key))
-    except (OSError, ValueError, TypeError):
-        pass
+    key = f"{remembered_sha256(tokenizer_file)[:32]}-ids"
+    with suppress(OSError, ValueError):
+        return _read(key, int)
     from tokenizers import Tokenizer
 
     known = Tokenizer.from_file(str(tokenizer_file)).get_vocab(with_added_tokens=True)
@@ -146,7 +140,7 @@ def _file(key: str, suffix: str, place: Path | None = None) -> Path:
     return (place or cache_dir() / "configs") / f"{key}.{suffix}"
 
 
-def _read(key: str, place: Path | None = None) -> Any:
+def _read(key: str, kind: type[Read], place: Path | None = None) -> Read:
     """What `_write` kept. A ModelShape says what compiled code indexes: it is checked, not trusted.
 
     Raises OSError, ValueError.
@@ -154,16 +148,12 @@ def _read(key: str, place: Path | None = None) -> Any:
     digest, _, told = _file(key, "json", place).read_bytes().partition(b"\n")
     if hashlib.sha256(told).hexdigest().encode() != digest:
         raise ValueError(f"{key}.json is damaged")
-    return parsed(told)
+    return msgspec.json.decode(told, type=kind)
 
 
 def _write(key: str, plain: Any, place: Path | None = None) -> None:
-    file, told = _file(key, "json", place), json.dumps(plain).encode()
+    file, told = _file(key, "json", place), msgspec.json.encode(plain)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, EVERYBODY) as out:
             out.write(hashlib.sha256(told).hexdigest().encode() + b"\n" + told)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

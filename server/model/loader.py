@@ -178,11 +178,7 @@ class WeightReader:
             return tensor
         if name in adapter.names():
             tensor = adapter.merged(name, tensor)
-        if adapter.changes_table(name):
-            return adapter.table(name, tensor)
-        if name == HEAD and self._tied and adapter.changes_table(EMBEDDING):
-            return adapter.table(name, tensor, of=EMBEDDING)
-        return tensor
+        return adapter.table(name, tensor) if adapter.changes_table(name) else tensor
 
     def nf4(self, name: str) -> Nf4 | None:
         """A weight as it is stored, where that is NF4. Raises KeyError, and ModelError for one that
@@ -209,7 +205,7 @@ class ModelFolder:
 
     path: the folder. config: transformers' config, checked by `check_supported`.
     fingerprint: sha256 (hex) over config, weights and adapter; equal means equal outputs.
-    tokenizer_file: tokenizer.json. tokenizer_fingerprint: its sha256.
+    tokenizer_file: tokenizer.json.
     eos_token_ids: every id of config.json and generation_config.json that ends a text, ascending.
     weights: the tensors. enrichment: of the adapter's own ids. known: the kept values of
     transformers' config; then `config` has only the attributes that this class reads.
@@ -219,7 +215,6 @@ class ModelFolder:
     config: Any
     fingerprint: str
     tokenizer_file: Path
-    tokenizer_fingerprint: str
     eos_token_ids: tuple[int, ...]
     weights: WeightReader | GgufWeights
     enrichment: Enrichment | None = None
@@ -259,7 +254,7 @@ class ModelFolder:
     @property
     def num_token_ids(self) -> int:
         """Ids that have a text; rows past them pad the tables and are never drawn."""
-        last = known_config.last_token_id(self.tokenizer_file, self.tokenizer_fingerprint)
+        last = known_config.last_token_id(self.tokenizer_file)
         if self.enrichment is not None:
             last = max(last, *self.enrichment.ids)
         return min(int(self.config.vocab_size), last + 1)
@@ -309,28 +304,26 @@ def _open(path: Path, adapter: str | Path | None, remembers: bool) -> ModelFolde
             "AutoTokenizer(...).save_pretrained to get one"
         )
     gguf, lora = gguf_of(path), None
-    weights: WeightReader | GgufWeights
-    if gguf is not None:
-        if adapter is not None:
+    files = (gguf,) if gguf is not None else weight_files(path)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    if adapter is not None:
+        if gguf is not None:
             raise UnsupportedModelError(
                 f"adapter {adapter} cannot be merged into {gguf.name} as it is; with `weights: "
                 "int8` or floats it can"
             )
-        expected = _expected(config) if known is None else known.expected
-        files: tuple[Path, ...] = (gguf,)
+        lora = LoraAdapter(Path(adapter).expanduser(), tied=tied)
+        config.vocab_size = lora.num_rows(int(config.vocab_size))
+        config.tie_word_embeddings = tied and not lora.separate_head
+    expected = _expected(config) if known is None else known.expected
+    weights: WeightReader | GgufWeights
+    if gguf is not None:
         weights = GgufWeights(gguf, config, expected)
     else:
-        files = weight_files(path)
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
         names = TensorNames(_text_name if is_wrapped else _full_name)
         if not is_own:
             names = _generic_names(config, is_wrapped)
         weights = WeightReader(files, tied=tied, adapter=lora, tensor_names=names)
-        if lora is not None:
-            config.vocab_size = lora.num_rows(int(config.vocab_size))
-            config.tie_word_embeddings = tied and not lora.separate_head
-        expected = _expected(config) if known is None else known.expected
     _check_complete(path, expected, weights, lora)
     if is_own and known is None:
         shape_of(config)  # what is no size in it raises here, and not in a running engine
@@ -341,7 +334,6 @@ def _open(path: Path, adapter: str | Path | None, remembers: bool) -> ModelFolde
         config=config,
         fingerprint=fingerprint_of(raw, files, () if lora is None else lora.files),
         tokenizer_file=tokenizer_file,
-        tokenizer_fingerprint=remembered_sha256(tokenizer_file),
         eos_token_ids=eos_token_ids(path, eos, int(config.vocab_size)),
         weights=weights,
         enrichment=None if lora is None else lora.enrichment,

@@ -73,14 +73,13 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
     table = _table(tokenizer, table_file(folder), vocab_size)
     # Rows past the tokenizer's ids pad the tables: runners do not know them, nor may a request.
-    vocab_size = min(
-        vocab_size, 1 + last_token_id(tokenizer_file, remembered_sha256(tokenizer_file))
-    )
+    vocab_size = min(vocab_size, 1 + last_token_id(tokenizer_file))
     try:
         chat = load_chat_template(folder, tokenizer)
     except (OSError, ValueError) as error:
         log.warning("%s cannot chat: %s", model.name, str(error)[:200])
         chat = None
+    named = object_in(folder / "tokenizer_config.json").get("tokenizer_class")
     base = ServedModel(
         name=model.name,
         tokenizer=tokenizer,
@@ -95,7 +94,8 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         ),
         implementation="transformers" if is_generic(raw) else "tailor",
         aliases=model.aliases,
-        tokenizer_class=_tokenizer_class(folder),
+        # What tokenizer_config.json names; where it names nothing, transformers' own default.
+        tokenizer_class=named if isinstance(named, str) else "PreTrainedTokenizerFast",
     )
     return _with_own(base, folder, enrichment_of(model.adapter, table.fingerprint.hex()))
 
@@ -125,12 +125,6 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
         told = ", ".join(f"{key} {value:g}" for key, value in found.items())
         log.info("%s: where tasks are silent, %s (--generation-config none: not)", file, told)
     return defaults
-
-
-def _tokenizer_class(folder: Path) -> str:
-    """What tokenizer_config.json names; where it names nothing, transformers' own default."""
-    named = object_in(folder / "tokenizer_config.json").get("tokenizer_class")
-    return named if isinstance(named, str) else "PreTrainedTokenizerFast"
 
 
 def _table(tokenizer: Tokenizer, file: Path, vocab_size: int) -> TokenBytes:
