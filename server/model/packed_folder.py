@@ -81,7 +81,14 @@ def integer_weights(
     )  # fmt: skip
     if made.num_bytes >= WORTH_BYTES:
         try:
-            _keep(place, made, measured, {"model": str(folder.path), "form": form})
+            about: dict[str, Any] = {
+                "source": f"{folder.path.name}, weights {form}",
+                "model": str(folder.path), "form": form,
+            }  # fmt: skip
+            with making(place, "pack", about, _log.info) as scratch:
+                if scratch is not None:
+                    write_panels(scratch, made.parts, measured)
+                    about["files"] = hashes_of(scratch)
         except CacheFolderError as error:
             _log.warning("the quantised weights are not kept for the next start: %s", error)
     return made, _told(measured, form, shape)
@@ -134,16 +141,6 @@ def _place(folder: ModelFolder, form: str, vocab_size: int) -> Path:
     for module in (forms, outliers, packed, weights):
         digest.update(Path(str(module.__file__)).read_bytes())
     return cache_dir() / "models" / f"packed-{digest.hexdigest()[:24]}"
-
-
-def _keep(place: Path, made: IntegerWeights, measured: Measured, about: dict[str, str]) -> None:
-    """Write a folder, which appears by one rename. Raises CacheFolderError."""
-    name = f"{Path(about['model']).name}, weights {about['form']}"
-    told: dict[str, Any] = {"source": name, **about}
-    with making(place, "pack", told, _log.info) as scratch:
-        if scratch is not None:
-            write_panels(scratch, made.parts, measured)
-            told["files"] = hashes_of(scratch)
 
 
 def _measured(folder: ModelFolder, shape: ModelShape, threads: int | None) -> Measured:

@@ -146,13 +146,6 @@ def _key_reasons(values: Mapping[str, Any]) -> list[str]:
     return [f"{reason} ({', '.join(named)})" for reason, named in keys.items()]
 
 
-def _unknown(architecture: str, model_type: str) -> str:
-    known = reason_for(model_type, architecture)
-    if not known and generic.source_of(model_type):
-        known = "; transformers' class of it does not call the attention interface"
-    return f"it is none of the families that `tailor models list` shows{known}"
-
-
 def _unknown_layers(config: Any, beside: Set[str]) -> Iterator[str]:
     """beside: types of layers that are computed beside the usual ones."""
     allowed = _LAYER_TYPES | beside
@@ -234,7 +227,10 @@ def check_raw(raw: Mapping[str, Any]) -> None:
     if len(names) != 1:
         reasons.append("its config.json names no single architecture (architectures)")
     elif not is_generic:
-        reasons.append(_unknown(name, model_type))
+        known = reason_for(model_type, name)
+        if not known and generic.source_of(model_type):
+            known = "; transformers' class of it does not call the attention interface"
+        reasons.append(f"it is none of the families that `tailor models list` shows{known}")
     raise UnsupportedModelError(_refusal(name, reasons, model_type))
 
 
@@ -307,10 +303,11 @@ _BY_TYPE: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), _PER_LAYER),
 }  # fmt: skip
 
+_UNQUANTISED = "its unquantised checkpoint, or a GGUF file of it"
 # Where the type says nothing: what the reasons say.
 _BY_REASON = (
-    ("quantised", "its unquantised checkpoint, or a GGUF file of it"),
-    ("compressed", "its unquantised checkpoint, or a GGUF file of it"),
+    ("quantised", _UNQUANTISED),
+    ("compressed", _UNQUANTISED),
     ("mixture of experts", _EXPERTS[1]),
     ("latent attention", _LATENT[1]),
     ("ALiBi", _ALIBI[1]),
@@ -345,18 +342,12 @@ def reason_for(model_type: str, architecture: str) -> str:
 
 def nearest_to(model_type: str, reasons: Sequence[str]) -> str:
     """A sentence: the nearest thing that works."""
-    text = "; ".join(reasons)
+    text, named = "; ".join(reasons), _BY_TYPE.get(model_type)
+    found = [thing for words, thing in _BY_REASON if words in text]
     if "head of" in text:
-        return f"Nearest that works: {_ENCODER[1]}"
+        found = [_ENCODER[1]]
     # A kind that is refused in any form comes first: unquantised, it would be refused as well.
-    if model_type in _BY_TYPE and model_type not in FAMILIES:
-        return f"Nearest that works: {_BY_TYPE[model_type][1]}"
-    for words, thing in _BY_REASON[:2]:
-        if words in text:
-            return f"Nearest that works: {thing}"
-    if model_type in _BY_TYPE:
-        return f"Nearest that works: {_BY_TYPE[model_type][1]}"
-    for words, thing in _BY_REASON[2:]:
-        if words in text:
-            return f"Nearest that works: {thing}"
-    return "Nearest that works: any family of `tailor models list`, such as Qwen3 or Llama 3.2"
+    elif named and not (model_type in FAMILIES and _UNQUANTISED in found):
+        found = [named[1]]
+    default = "any family of `tailor models list`, such as Qwen3 or Llama 3.2"
+    return f"Nearest that works: {found[0] if found else default}"
