@@ -50,7 +50,8 @@ class FilesRead(Generic[Read]):
     def __call__(self, path: str, read: Callable[[], Read], of: str = "") -> Read:
         """What `read` made of the file, for `of` where it makes several things of one. Raises what
         that raises, each time."""
-        key, stamp = (path, of), ()
+        key = path, of
+        stamp: tuple[int, ...] = ()  # of a file that is not there
         with contextlib.suppress(OSError):
             stat = os.stat(path)
             stamp = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

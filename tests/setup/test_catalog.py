@@ -102,7 +102,7 @@ def test_gguf_weights_are_kept_to_the_bit(
         ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight"),
         ("model.layers.0.self_attn.v_proj.weight", "blk.0.attn_v.weight"),
     ):
-        assert np.array_equal(opened.weights.get(ours).numpy(), tensors[theirs])
+        assert np.array_equal(opened.floats.get(ours).numpy(), tensors[theirs])
     assert cached_folder(str(tmp_path / "m.gguf")) == opened.path
 
 
