@@ -123,7 +123,7 @@ def test_a_runner_with_kernels_is_the_torch_runner(
     for attention in ("torch", "triton"):
         runner = runner_over(module_of(family), attention=attention)
         body = body_of(runner)
-        body.shape = dataclasses.replace(body.shape, split_size=64, max_splits=2)
+        body.shape = dataclasses.replace(body.shape, split_size=32, max_splits=4)
         if attention == "triton" and bucketed:
             use_graphs(runner, graphs)
         batches = tree_steps(Pages(64, seed=3), begins=(61, 0, 10))
@@ -133,6 +133,7 @@ def test_a_runner_with_kernels_is_the_torch_runner(
             drawn.append(runner.wait())
         if bucketed and attention == "triton":
             assert body.steps() == (1, 2, 1)
+            assert body.plan(batches[-1]).num_splits == 4, "three are padded to a graph's"
         results.append(
             (
                 np.concatenate([d.token_ids for d in drawn]),
@@ -142,7 +143,7 @@ def test_a_runner_with_kernels_is_the_torch_runner(
         runner.close()
     np.testing.assert_array_equal(results[1][0], results[0][0])
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=0, atol=1e-4)
-    keys = [GraphKey(rows, 2) for rows in (4, 8, 8)]
+    keys = [GraphKey(rows, 4) for rows in (4, 8, 8)]
     assert graphs.keys == keys * bucketed
     assert not graphs.num_forgotten
 
