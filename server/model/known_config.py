@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -44,7 +43,8 @@ _CONFIG_KEYS = (
 )  # fmt: skip
 
 
-class _Kept(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class _Kept:
     """As KnownConfig has them; config: values by name."""
 
     config: dict[str, Any]
@@ -145,6 +145,8 @@ def _read(key: str, kind: type[Read], place: Path | None = None) -> Read:
 
     Raises OSError, ValueError.
     """
+    import msgspec  # here: loadtest/gpu_check.py runs where it is not
+
     digest, _, told = _file(key, "json", place).read_bytes().partition(b"\n")
     if hashlib.sha256(told).hexdigest().encode() != digest:
         raise ValueError(f"{key}.json is damaged")
@@ -152,6 +154,8 @@ def _read(key: str, kind: type[Read], place: Path | None = None) -> Read:
 
 
 def _write(key: str, plain: Any, place: Path | None = None) -> None:
+    import msgspec
+
     file, told = _file(key, "json", place), msgspec.json.encode(plain)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
