@@ -172,8 +172,8 @@ class PriorScratch:
             np.zeros(WIDTH, np.float32),
             np.zeros(max(WIDTH, prior.hidden_size), np.int16),
             np.full((_KEPT, WIDTH), np.nan, np.float32),
-            np.zeros((_KEPT, prior.ids.shape[0]), np.float32),
-            np.zeros(_KEPT, np.float32),
+            np.empty((_KEPT, prior.ids.shape[0]), np.float32),
+            np.empty(_KEPT, np.float32),
             np.zeros(1, np.int32),
         )
 
