@@ -325,7 +325,7 @@ class Drafts:
         each: list[DraftTree | None] = [None] * num
         bounds = np.zeros((num, 2), np.int64)
         most, certain = [0] * num, np.zeros(num, np.int32)
-        asked, sliced, is_planned = np.array([-1] * num, np.int64), list[int](), False
+        asked, sliced, is_planned = np.full(num, -1, np.int64), list[int](), False
         num_errors = self.num_errors
         for i, choice, reason in zip(places, choices, reasons, strict=True):
             why[i] = reason

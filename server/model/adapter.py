@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 ENRICHMENT_FILE = "enrichment.json"
+NO_SPANS = np.zeros((0, 3), np.int64)
 
 
 # What a plain LoRA's adapter_config.json may hold without changing W + scale * B @ A.
@@ -422,7 +423,7 @@ def adapter_spans(batch: Batch, most_rows: int) -> Int64:
     """int64 [n, 3]: (first row, rows, place) of every run of rows of one adapter, in pieces of
     most_rows; empty where no row has one."""
     if batch.seq_adapters is None:
-        return np.zeros((0, 3), np.int64)
+        return NO_SPANS
     spans: list[tuple[int, int, int]] = []
     places, first = batch.seq_adapters[batch.seq_ids], 0
     for end in (*(np.flatnonzero(np.diff(places)) + 1).tolist(), places.shape[0]):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from server.engine.batch import Batch, Int64
 from server.model.adapter import (
+    NO_SPANS,
     LoraAdapter,
     TokenRows,
     adapter_spans,
@@ -50,7 +51,6 @@ from server.model.cpu.tensors import ModelTensors
 from server.model.shape import ModelShape
 
 _MAX_PARTS = 3
-_NO_SPANS = np.zeros((0, 3), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class AdapterBank:
         alternate, up = gate_up_layout(layers, shape)
         places = (1, shape.num_layers, len(KINDS))
         self.record = StepAdapters(
-            _NO_SPANS,
+            NO_SPANS,
             np.zeros((*places, 5), np.int64),
             np.zeros((*places, _MAX_PARTS, 5), np.int64),
             alternate,
@@ -252,8 +252,6 @@ class AdapterBank:
 
     def spans(self, batch: Batch) -> Int64:
         """Which of a step's rows have which adapter: StepAdapters.spans."""
-        if batch.seq_adapters is None:
-            return _NO_SPANS
         return adapter_spans(batch, ADAPTER_ROWS)
 
     def brings_embeddings(self, batch: Batch) -> bool:
