@@ -144,11 +144,11 @@ def count_step(
     claims = tally(trees.start, trees.nodes, trees.survival, item, runs, run, num_accepted, counts)
     drafted, kept = counts.tolist()
     depth = drafted[MAX_DEPTH]
-    by_source = tuple(
+    by_source = [
         (name, drafted[at], kept[at])
         for at, name in enumerate(source_names, FIRST_SOURCE)
         if drafted[at]
-    )
+    ]
     predicted, stood = next((row[1:] for row in by_source if row[0] == "prediction"), (0, 0))
     return StepCounts(
         num_steps=1,
@@ -157,11 +157,11 @@ def count_step(
         num_accepted=num_accepted,
         accepted_by_depth=(1,) * num_accepted + (0,) * (depth - num_accepted),
         offered_by_depth=(1,) * depth,
-        by_source=by_source,
+        by_source=tuple(by_source),
         accepted_prediction_tokens=stood,
         rejected_prediction_tokens=predicted - stood,
         expected_accepted=claims,
-        by_survival=tuple((i, drafted[i], kept[i]) for i in range(10) if drafted[i]),
+        by_survival=tuple([(i, drafted[i], kept[i]) for i in range(10) if drafted[i]]),
         verify_s=model_s,
     )
 

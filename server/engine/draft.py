@@ -27,7 +27,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from drafters.arrays import Float32, Int32, Int64
+from drafters.arrays import Float32, Int32, Int64, Int64x2
 from drafters.base import Drafter, DraftSession, LikelySession, StateSession
 from drafters.tree import DraftTree
 from server.engine.batch import Drawn
@@ -35,7 +35,16 @@ from server.engine.gain import REST, Gain, StepShape
 from server.engine.grammar import FORCED, constrain
 from server.engine.plan import Rows, Scheduler
 from server.engine.sequence import Sequence, Status
-from server.engine.table import FIRST, NOT_DRAWN, consider
+from server.engine.table import (
+    ASKED,
+    FIRST,
+    FOUND,
+    LEFT,
+    NOT_DRAWN,
+    NUM_TOLD,
+    OF_GAIN,
+    consider,
+)  # fmt: skip
 from server.engine.trees import ALL_STAY, DEPTH, ID, Trees, checked, no_trees
 from server.types import SpeculationParams
 
@@ -256,9 +265,10 @@ class Drafts:
                     return rest.trees
             self._end_rest()
         began = time.perf_counter()
-        found, left = np.empty((2, num), np.int32)
-        num_draws, num_keys = consider(self._table.numbers, rows.seats, rows.draws, found, left)
-        codes, num_left = found.tolist(), left.tolist()
+        told: Int64x2 = np.empty((NUM_TOLD, num), np.int64)
+        num_draws, num_keys = consider(self._table.numbers, rows.seats, rows.draws, told)
+        lines = told.tolist()
+        codes, num_left = lines[FOUND], lines[LEFT]
         why = [_REASONS[code] for code in codes]
         if FIRST in codes:
             for i, code in enumerate(codes):
@@ -267,7 +277,7 @@ class Drafts:
         places = [i for i, reason in enumerate(why) if not reason]
         if places and not is_plain:
             shape = StepShape(num_draws, rows.num_rows, num_keys / num_draws, 0)
-            trees = self._asked(rows, why, places, num_left, shape, began)
+            trees = self._asked(rows, why, places, told, lines, shape, began)
         else:
             trees = no_trees(num).told(why)
         wanted = 0
@@ -299,12 +309,14 @@ class Drafts:
         rows: Rows,
         why: list[str],
         places: list[int],
-        left: list[int],
+        told: Int64x2,
+        lines: list[list[int]],
         shape: StepShape,
         began: float,
     ) -> Trees:
-        """The trees of the items `places`, which may draft. why: of all items, written to. left:
-        tokens that may come. shape: nobody waits in it yet. began: when drafting did."""
+        """The trees of the items `places`, which may draft. why: of all items, written to. told:
+        of `consider`, and the same numbers as lines. shape: nobody waits in it yet. began: when
+        drafting did."""
         table, scheduler, gain = self._table, self._scheduler, self._gain
         choices = [rows.sequences[i] for i in places]
         decodes = not rows.num_prefill_rows and len(rows.sequences) == len(scheduler.running)
@@ -319,13 +331,12 @@ class Drafts:
             if choice.is_resting:
                 self._watch(choice)
             wanted += choice.request.speculation.max_draft_tokens
-        seats = table.gain_seat[rows.seats].astype(np.int64)
-        reasons, ceiling = gain.ask(seats[places], shape, min(wanted, room))
-        num = len(rows.sequences)
+        num, left, of_gain = len(rows.sequences), lines[LEFT], lines[OF_GAIN]
+        reasons, ceiling = gain.ask([of_gain[i] for i in places], shape, min(wanted, room))
         each: list[DraftTree | None] = [None] * num
         bounds = np.zeros((num, 2), np.int64)
         most, certain = [0] * num, np.zeros(num, np.int32)
-        asked, sliced, is_planned = np.full(num, -1, np.int64), list[int](), False
+        seats, asked, sliced, is_planned = told[OF_GAIN], told[ASKED], list[int](), False
         num_errors = self.num_errors
         for i, choice, reason in zip(places, choices, reasons, strict=True):
             why[i] = reason
@@ -354,7 +365,7 @@ class Drafts:
                     choice.request.speculation.max_draft_tokens, room if reason else ceiling
                 )
                 if not reason:
-                    asked[i] = seats[i]
+                    asked[i] = of_gain[i]
                     if hasattr(session, "least"):
                         session.least = gain.least
                 if grammar is not None:
@@ -376,7 +387,7 @@ class Drafts:
         for i, fault in errors:
             self.disable(rows.sequences[i], fault)
         if self.num_errors > num_errors:  # who has failed has no seat any more
-            seats = table.gain_seat[rows.seats].astype(np.int64)
+            seats[:] = table.gain_seat[rows.seats]
             asked[seats < 0] = -1
         trees.certain, start = certain, trees.start.tolist()
         if sliced or any(start[i + 1] - start[i] > most[i] for i in range(num)):

@@ -291,12 +291,14 @@ def most_nodes(
         for part in range(_PARTS):
             trust = _trust(scopes, int(seats[asked[i], _SCOPE]), part) * own
             trusts[part] = max(trusts[part], trust)
-    for rank in range(least.shape[0]):
-        before = float(shape.num_rows + rank)
-        before_s, node_s = seconds_of(rows, seconds, before), math.inf
-        for more in range(1, least.shape[0] + 1):
-            after_s = seconds_of(rows, seconds, before + more)
-            node_s = min(node_s, (after_s - before_s) / more)
+    num = least.shape[0]
+    step_s = np.empty(2 * num)  # by nodes
+    for more in range(2 * num):
+        step_s[more] = seconds_of(rows, seconds, float(shape.num_rows + more))
+    for rank in range(num):
+        node_s = math.inf
+        for more in range(1, num + 1):
+            node_s = min(node_s, (step_s[rank + more] - step_s[rank]) / more)
         node_s += key_s * shape.mean_len + likely_s
         price, least[rank] = node_s / (max(worth, 1e-3) * token_s), 1.0
         for part in range(_PARTS - 1, -1, -1):

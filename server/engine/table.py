@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.arrays import Int32, Int32x2
+from drafters.arrays import Int32, Int32x2, Int64x2
 from drafters.jit import compiled, entry
 
 (
@@ -153,32 +153,34 @@ def scan(numbers: Int32x2, seats: Int32, found: Int32) -> int:
 
 MAY_DRAFT, NOT_DRAWN, NO_DRAFTER, TOO_SHORT, FIRST = range(5)
 """What `consider` finds of a seat: FIRST draws its first token."""
+FOUND, LEFT, OF_GAIN, ASKED, NUM_TOLD = range(5)
+"""The lines that `consider` writes: what it found, tokens that may come, the choice's seat at Gain,
+and -1, in place of which that seat is written where its drafter is asked."""
 
 
 @entry
 @compiled
-def consider(
-    numbers: Int32x2, seats: Int32, draws: Int32, found: Int32, left: Int32
-) -> tuple[int, int]:
+def consider(numbers: Int32x2, seats: Int32, draws: Int32, told: Int64x2) -> tuple[int, int]:
     """Look for whom to draft. numbers: of the Table. draws: 1 where a seat's last row is drawn
-    from. found: int32 [seats], written. left: int32 [seats], written: tokens that may come. Returns
-    how many draw, and the tokens of all that do."""
+    from. told: int64 [NUM_TOLD, seats], written. Returns how many draw, and the tokens of all that
+    do."""
     num_draws, num_keys = 0, 0
     for i in range(seats.shape[0]):
         seat = seats[i]
         num_output = numbers[NUM_TOKENS, seat] - numbers[PROMPT_LEN, seat]
-        left[i] = numbers[MAX_OUTPUT, seat] - num_output
+        left = numbers[MAX_OUTPUT, seat] - num_output
+        told[LEFT, i], told[OF_GAIN, i], told[ASKED, i] = left, numbers[GAIN_SEAT, seat], -1
         if draws[i]:
             num_draws += 1
             num_keys += numbers[NUM_TOKENS, seat]
         if not draws[i]:
-            found[i] = NOT_DRAWN
+            told[FOUND, i] = NOT_DRAWN
         elif num_output == 0:
-            found[i] = FIRST
+            told[FOUND, i] = FIRST
         elif numbers[GAIN_SEAT, seat] < 0:
-            found[i] = NO_DRAFTER
+            told[FOUND, i] = NO_DRAFTER
         else:
-            found[i] = TOO_SHORT if left[i] <= 1 else MAY_DRAFT
+            told[FOUND, i] = TOO_SHORT if left <= 1 else MAY_DRAFT
     return num_draws, num_keys
 
 

@@ -362,9 +362,9 @@ class CpuRunner:
             answers.head_s = 1e-9 * (ended - began)
         finally:
             self._kernel_threads.rest()
-        every = batch.num_draws == batch.num_rows  # Ends are made of what the arrays hold now
-        is_alike = plain and every and not (batch.num_likely or answers.problems)
-        if is_alike and self._table.kind != READY:
+        # Ends are made of what the arrays hold now: of a step in which every row is drawn from.
+        is_alike = plain and not (batch.num_likely or answers.problems)
+        if is_alike and batch.num_draws == batch.num_rows and self._table.kind != READY:
             self._held = held or _Held(batch, wanted, answers)
         return answers
 
