@@ -18,7 +18,7 @@ from tests.api.chat_models import CONTEXT, EOS, TEMPLATES, decode, encode, says,
 from tests.api.fixtures import Engines, chats_of
 from tests.api.live import LiveServer, as_bytes
 from tests.api.test_completions import SAMPLING, check_sampling, events
-from tests.api.test_errors import check
+from tests.api.test_errors import check, refused
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
 
 REPLY = " over the lazy dog. Once upon a time — héllo wörld"
@@ -603,7 +603,8 @@ def one(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "x", **message}]}
 
 
-UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+Rows = list[tuple[dict[str, Any], str]]
+UNSUPPORTED: Rows = [
     ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"functions": [{"name": "f"}]}, "functions"),
@@ -641,7 +642,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
 
 
 HERMES_CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-INVALID: list[tuple[dict[str, Any], str]] = [
+INVALID: Rows = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -707,7 +708,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-UNKNOWN: list[tuple[dict[str, Any], str]] = [
+UNKNOWN: Rows = [
     ({"frobnicate": 1}, "frobnicate"),
     ({"prompt": "x"}, "prompt"),
     (one(mood="happy"), "messages[0].mood"),
@@ -718,11 +719,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("code", "body", "param"),
-    [(code, *row) for code, rows in REFUSED.items() for row in rows],
-    ids=lambda v: str(v)[:40],
-)
+@refused(REFUSED)
 def test_what_is_refused_is_a_400_that_names_the_field(
     server: LiveServer, code: str, body: dict[str, Any], param: str
 ) -> None:

@@ -20,7 +20,7 @@ from server.types import Delta, Request
 from tests.api.fixtures import served_by
 from tests.api.live import TOKENIZER, LiveServer, served
 from tests.api.orders import asked, decisions, orders
-from tests.api.test_errors import check
+from tests.api.test_errors import check, refused
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
 
@@ -164,53 +164,39 @@ def said(*parts: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": [*parts]}]}
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "code"),
-    [
-        ({"questions": []}, "questions", "invalid_value"),
-        ({"questions": [PREDICATE] * 401}, "questions", "limit_exceeded"),
-        ({"questions": [1]}, "questions[0]", "invalid_value"),
-        (of({"type": "box"}), "questions[0].type", "invalid_value"),
-        (of({"type": "predicate"}), "questions[0].instructions", "invalid_value"),
-        (of(PREDICATE, x=1), "questions[0].x", "unknown_parameter"),
-        (
-            of(PREDICATE, instructions=[{"type": "input_image"}]),
-            "questions[0].instructions[0]", "unsupported_parameter",
-        ),
-        (of(CHOICE, choices=values("a")), "questions[0].choices", "invalid_value"),
-        (of(CHOICE, choices=values("a", "a")), "questions[0].choices", "invalid_value"),
-        (of(CHOICE, choices=values("a", 1)), "questions[0].choices[1].value", "invalid_value"),
-        (
-            of(CHOICE, choices=values(*(f"of {i}" for i in range(255)))),
-            "questions[0]", "unsupported_parameter",
-        ),
-        (
-            of(SCORE, levels=[{"label": str(i)} for i in range(11)]),
-            "questions[0].levels", "invalid_value",
-        ),
-        ({"input": ""}, "input", "invalid_value"),
-        ({"input": []}, "input", "invalid_value"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "invalid_value"),
-        (said(), "input[0].content", "invalid_value"),
-        (
-            said({"type": "input_image", "image_url": "x"}),
-            "input[0].content[0]", "unsupported_parameter",
-        ),
-        (said({"type": "input_json", "data": [1]}), "input[0].content[0].data", "invalid_value"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
-            "input[0].call_id", "invalid_value",
-        ),
-        ({"input": "the " * 300}, "input", "context_length_exceeded"),
-        ({"stream": True}, "stream", "unknown_parameter"),
-        ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl", "invalid_value"),
+@refused({
+    "invalid_value": [
+        ({"questions": []}, "questions"),
+        ({"questions": [1]}, "questions[0]"),
+        (of({"type": "box"}), "questions[0].type"),
+        (of({"type": "predicate"}), "questions[0].instructions"),
+        (of(CHOICE, choices=values("a")), "questions[0].choices"),
+        (of(CHOICE, choices=values("a", "a")), "questions[0].choices"),
+        (of(CHOICE, choices=values("a", 1)), "questions[0].choices[1].value"),
+        (of(SCORE, levels=[{"label": str(i)} for i in range(11)]), "questions[0].levels"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        (said(), "input[0].content"),
+        (said({"type": "input_json", "data": [1]}), "input[0].content[0].data"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+         "input[0].call_id"),
+        ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl"),
     ],
-)  # fmt: skip
+    "unsupported_parameter": [
+        (of(PREDICATE, instructions=[{"type": "input_image"}]), "questions[0].instructions[0]"),
+        (of(CHOICE, choices=values(*(f"of {i}" for i in range(255)))), "questions[0]"),
+        (said({"type": "input_image", "image_url": "x"}), "input[0].content[0]"),
+    ],
+    "unknown_parameter": [(of(PREDICATE, x=1), "questions[0].x"), ({"stream": True}, "stream")],
+    "limit_exceeded": [({"questions": [PREDICATE] * 401}, "questions")],
+    "context_length_exceeded": [({"input": "the " * 300}, "input")],
+})  # fmt: skip
 def test_what_is_wrong_is_named(
-    server: LiveServer, change: dict[str, Any], param: str, code: str
+    server: LiveServer, code: str, body: dict[str, Any], param: str
 ) -> None:
-    body = {"model": "tiny", "input": "hi", "questions": [PREDICATE], **change}
-    check(server.post("/v1/decisions", **body), 400, code, param)
+    asked = {"model": "tiny", "input": "hi", "questions": [PREDICATE], **body}
+    check(server.post("/v1/decisions", **asked), 400, code, param)
 
 
 def test_long_descriptions_are_read_beside_the_loop_and_those_that_cannot_fit_not_at_all(

@@ -6,7 +6,7 @@ import http.client
 import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -71,6 +71,15 @@ def check(response: httpx.Response, status: int, code: str | None, param: str | 
     return str(error["message"])
 
 
+def refused(bodies: Mapping[str, Sequence[tuple[dict[str, Any], str]]]) -> pytest.MarkDecorator:
+    """A case for each body: `code`, `body` and `param`, the field that the refusal names.
+
+    bodies: by the code that they are refused with.
+    """
+    rows = [(code, *row) for code, of_code in bodies.items() for row in of_code]
+    return pytest.mark.parametrize(("code", "body", "param"), rows, ids=lambda v: str(v)[:40])
+
+
 BAD_VALUES: dict[str, list[Any]] = {
     "max_tokens": [-1, 1.5, True, "5", 10**18, 0, []],
     "temperature": [-0.1, 2.1, "1", True, 1e308],
@@ -120,43 +129,51 @@ def test_a_bad_value_is_a_400_that_names_the_field(server: LiveServer, field: st
         assert len(error["message"]) < 400
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "param"),
-    [
-        ({"stop": ["a", 5]}, "invalid_value", "stop[1]"),
-        ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias.'5'"),
-        ({"stop_token_ids": [1, -1]}, "invalid_value", "stop_token_ids[1]"),
-        (
-            {"speculation": {"max_draft_tokens": -1}},
-            "invalid_value",
-            "speculation.max_draft_tokens",
-        ),
-        (
-            {"stream": True, "stream_options": {"include_usage": 1}},
-            "invalid_value",
-            "stream_options.include_usage",
-        ),
-        ({"frobnicate": 1}, "unknown_parameter", "frobnicate"),
-        ({"use_beam_search": True}, "unsupported_parameter", "use_beam_search"),
-        ({"speculation": {"depth": 1}}, "unknown_parameter", "speculation.depth"),
-        ({"suffix": "end"}, "unsupported_parameter", "suffix"),
-        ({"n": 3, "best_of": 2}, "invalid_value", "best_of"),
-        ({"stream": True, "best_of": 2}, "invalid_value", "best_of"),
-        (
-            {"stream": True, "stream_options": {"include_obfuscation": True}},
-            "unsupported_parameter",
-            "stream_options.include_obfuscation",
-        ),
-        ({"prompt": ["a"] * 9}, "limit_exceeded", "prompt"),
-        ({"prompt": ["a"] * 8, "n": 4, "max_tokens": 100}, "limit_exceeded", "max_tokens"),
-        ({"prompt": [1] * 257}, "context_length_exceeded", "prompt"),
-        ({"prompt": [1] * 256}, "context_length_exceeded", "prompt"),
-        ({"prompt": "the " * 3000}, "context_length_exceeded", "prompt"),
-        ({"prompt": "x" * 150_000}, "context_length_exceeded", "prompt"),
-        ({"prompt": [1] * 100, "max_tokens": 157}, "context_length_exceeded", "max_tokens"),
+def strict(**body: Any) -> dict[str, Any]:
+    """A body that is for the task, whose limits are hard."""
+    return {"model": "strict", **body}
+
+
+@refused({
+    "invalid_value": [
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.'5'"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
+        ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"stream": True, "best_of": 2}, "best_of"),
+        (strict(speculation={"drafter": "off"}), "speculation.drafter"),
     ],
-)
-def test_refusals_by_code(server: LiveServer, body: dict[str, Any], code: str, param: str) -> None:
+    "unknown_parameter": [
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"speculation": {"depth": 1}}, "speculation.depth"),
+    ],
+    "unsupported_parameter": [
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"suffix": "end"}, "suffix"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}},
+         "stream_options.include_obfuscation"),
+    ],
+    "limit_exceeded": [
+        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": ["a"] * 8, "n": 4, "max_tokens": 100}, "max_tokens"),
+        (strict(max_tokens=9), "max_tokens"),
+        (strict(n=2), "n"),
+        (strict(prompt=["a", "b", "c"]), "prompt"),
+        (strict(logprobs=3), "logprobs"),
+        (strict(speculation={"max_draft_tokens": 7}), "speculation.max_draft_tokens"),
+    ],
+    "context_length_exceeded": [
+        ({"prompt": [1] * 257}, "prompt"),
+        ({"prompt": [1] * 256}, "prompt"),
+        ({"prompt": "the " * 3000}, "prompt"),
+        ({"prompt": "x" * 150_000}, "prompt"),
+        ({"prompt": [1] * 100, "max_tokens": 157}, "max_tokens"),
+        (strict(prompt=[1] * 11), "prompt"),
+    ],
+})  # fmt: skip
+def test_refusals_by_code(server: LiveServer, code: str, body: dict[str, Any], param: str) -> None:
     check(server.post(**body), 400, code, param)
 
 
@@ -175,28 +192,6 @@ def test_messages_do_not_repeat_long_input(server: LiveServer) -> None:
         assert response.status_code in (400, 404)
         assert response.text.count("s3cret") * 6 <= 400
         assert len(response.text) < 700
-
-
-@pytest.mark.parametrize(
-    ("body", "field", "code"),
-    [
-        ({"max_tokens": 9}, "max_tokens", "limit_exceeded"),
-        ({"n": 2}, "n", "limit_exceeded"),
-        ({"prompt": ["a", "b", "c"]}, "prompt", "limit_exceeded"),
-        ({"logprobs": 3}, "logprobs", "limit_exceeded"),
-        (
-            {"speculation": {"max_draft_tokens": 7}},
-            "speculation.max_draft_tokens",
-            "limit_exceeded",
-        ),
-        ({"speculation": {"drafter": "off"}}, "speculation.drafter", "invalid_value"),
-        ({"prompt": [1] * 11}, "prompt", "context_length_exceeded"),
-    ],
-)
-def test_a_tasks_limits_are_hard(
-    server: LiveServer, body: dict[str, Any], field: str, code: str
-) -> None:
-    check(server.post(model="strict", **body), 400, code, field)
 
 
 def test_a_tasks_defaults_fill_what_is_not_given(

@@ -14,7 +14,7 @@ from server.api.faces.responses import KeptItems, MessageItem, TextPart
 from tests.api.chat_models import decode, encode, says, scripted, served
 from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
-from tests.api.test_errors import check
+from tests.api.test_errors import check, refused
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 
 REPLY = " over the lazy dog"
@@ -216,9 +216,16 @@ def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any
     assert post(server, **body).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+SAID = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+
+
+def test_a_value_is_told_as_the_client_wrote_it(server: LiveServer) -> None:
+    assert "got true." in check(post(server, store=True), 400, "unsupported_parameter", "store")
+
+
+@refused({
+    "unsupported_parameter": [
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
@@ -226,91 +233,54 @@ def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any
         ({"moderation": {"model": "x"}}, "moderation"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
-        (
-            {"stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation",
-        ),
-        (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}},
+         "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "stream_options.continuous_usage_stats"),
         ({"input": [{"type": "item_search", "id": "x"}]}, "input[0].type"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]",
-        ),
+        ({"input": [{"type": 0, "role": "user", "content": "y"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[0].content[0]"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_honoured_is_refused_by_name(
-    server: LiveServer, body: dict[str, Any], param: str
-) -> None:
-    check(post(server, **body), 400, "unsupported_parameter", param)
-
-
-def test_a_value_is_told_as_the_client_wrote_it(server: LiveServer) -> None:
-    assert "got true." in check(post(server, store=True), 400, "unsupported_parameter", "store")
-
-
-@pytest.mark.parametrize(
-    ("body", "code", "param"),
-    [
-        ({"input": []}, "invalid_value", "input"),
-        ({"input": [{"role": "x", "content": "y"}]}, "invalid_value", "input[0].role"),
-        ({"input": [{"type": 0, "role": "user", "content": "y"}]}, "unsupported_parameter",
-         "input[0].type"),
-        ({"input": [{"role": "user"}]}, "invalid_value", "input[0].content"),
-        ({"max_output_tokens": 10_000}, "context_length_exceeded", "max_output_tokens"),
-        ({"input": "a b " * 5000}, "context_length_exceeded", "input"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "invalid_value",
-         "text.format.schema"),
+    "invalid_value": [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "x", "content": "y"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "nope"}}}},
-         "invalid_value", "text.format.schema"),
-        ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "invalid_value",
-         "tools[0].parameters"),
-        ({"tools": [TOOL, TOOL]}, "invalid_value", "tools[1].name"),
-        ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
-        ({"tools": [{**TOOL, "async": True}]}, "invalid_value", "tools[0].async"),
-        ({"reasoning": {"mode": "pro"}}, "invalid_value", "reasoning.mode"),
-        ({"include": ["file_search_call.results", "message.output_text.logprobs"]},
-         "invalid_value", "include[1]"),
-        ({"tool_choice": {"type": "web_search"}}, "invalid_value", "tool_choice.type"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "invalid_value", "tool_choice.name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": 5}}, "invalid_value",
-         "tool_choice.name"),
+         "text.format.schema"),
+        ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{**TOOL, "async": True}]}, "tools[0].async"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"include": ["file_search_call.results", "message.output_text.logprobs"]}, "include[1]"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": 5}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {
             "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
-         "invalid_value", "tool_choice.tools[0].name"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}",
-                     "namespace": "n"}]}, "unknown_parameter", "input[0].namespace"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x",
-                     "name": ["f"]}]}, "invalid_value", "input[0].name"),
-        ({"frobnicate": 1}, "unknown_parameter", "frobnicate"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "unknown_parameter",
-         "input[0].encrypted_content"),
-        ({"input": [{"type": "reasoning", "summary": [{"text": "x"}]}]}, "unknown_parameter",
-         "input[0].summary"),
-        ({"stream_options": {"include_obfuscation": 0}}, "invalid_value",
-         "stream_options.include_obfuscation"),
-        (
-            {"input": [
-                {"role": "user", "content": "x"},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "["},
-            ]},
-            "invalid_value", "input[1].arguments",
-        ),
-        (
-            {"input": [
-                {"role": "user", "content": "x"},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "reasoning", "summary": []},
-                {"type": "function_call", "call_id": "d", "name": "f", "arguments": "[]"},
-            ]},
-            "invalid_value", "input[3].arguments",
-        ),
+         "tool_choice.tools[0].name"),
+        ({"input": [{**RESULT, "name": ["f"]}]}, "input[0].name"),
+        ({"stream_options": {"include_obfuscation": 0}}, "stream_options.include_obfuscation"),
+        ({"input": [*MESSAGES, {**SAID, "arguments": "["}]}, "input[1].arguments"),
+        ({"input": [*MESSAGES, SAID, {"type": "reasoning", "summary": []},
+                    {**SAID, "arguments": "[]"}]}, "input[3].arguments"),
     ],
-)  # fmt: skip
+    "context_length_exceeded": [
+        ({"max_output_tokens": 10_000}, "max_output_tokens"),
+        ({"input": "a b " * 5000}, "input"),
+    ],
+    "unknown_parameter": [
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"input": [{**SAID, "namespace": "n"}]}, "input[0].namespace"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]},
+         "input[0].encrypted_content"),
+        ({"input": [{"type": "reasoning", "summary": [{"text": "x"}]}]}, "input[0].summary"),
+    ],
+})  # fmt: skip
 def test_errors_name_this_bodys_fields(
-    server: LiveServer, body: dict[str, Any], code: str, param: str
+    server: LiveServer, code: str, body: dict[str, Any], param: str
 ) -> None:
     told = check(post(server, **body), 400, code, param)
     assert not any(x in told for x in ("messages", "response_format", "tool_calls")), told
