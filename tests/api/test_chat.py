@@ -159,9 +159,6 @@ def test_choices_are_numbered(server: LiveServer, engine: ScriptedEngine) -> Non
     assert body["choices"][2]["token_ids"] == as_bytes("ccc")
     assert body["prompt_token_ids"] == encode(PROMPT)
     assert body["usage"]["completion_tokens"] == 6
-    chunks = events(chat(server, n=3, return_token_ids=True, stream=True))
-    told = [c["choices"][0] for c in chunks]
-    assert [i for c in told if c["index"] == 2 for i in c.get("token_ids", [])] == as_bytes("ccc")
 
 
 # --- logprobs ---
@@ -198,20 +195,6 @@ def test_logprobs_alone_have_no_alternatives_and_minus_infinity_is_a_number(
     assert [t["logprob"] for t in choice["logprobs"]["content"]] == [-9999.0] * 2
     assert all(t["top_logprobs"] == [] for t in choice["logprobs"]["content"])
     assert engine.submitted[0].sampling.num_logprobs == 0
-
-
-def test_streamed_logprobs_are_the_whole_ones(server: LiveServer, engine: ScriptedEngine) -> None:
-    engine.script = saying(REPLY_IDS, per_step=3)
-    options = {"logprobs": True, "top_logprobs": 1, "max_completion_tokens": 10, "stop": ["never"]}
-    [whole] = chat(server, **options).json()["choices"]
-    found, text = [], ""
-    for chunk in events(chat(server, stream=True, **options)):
-        [choice] = chunk["choices"]
-        text += choice["delta"].get("content", "")
-        if choice["logprobs"] is not None:
-            found += choice["logprobs"]["content"]
-            assert choice["logprobs"]["refusal"] is None
-    assert found == whole["logprobs"]["content"] and text == whole["message"]["content"]
 
 
 # --- streams ---
@@ -258,38 +241,6 @@ def test_a_stream_without_usage_has_none(server: LiveServer) -> None:
         )
     ]  # fmt: skip
     assert counts == [0, 1, 2, 3, 3, 3]  # as vLLM: none with the role
-
-
-def test_speculation_and_sources_are_reported(server: LiveServer, engine: ScriptedEngine) -> None:
-    engine.script = saying(REPLY_IDS, per_step=4)
-    body = chat(server, include_speculation=True).json()
-    assert body["speculation"]["mean_tokens_per_step"] == 4.0
-    chunks = events(chat(server, include_speculation=True, stream=True))
-    assert chunks[-1]["speculation"] == body["speculation"]
-    assert not any("speculation" in c for c in chunks[:-1])
-    [choice] = chat(server, include_token_sources=True).json()["choices"]
-    runs = choice["token_sources"]
-    assert "".join(run["text"] for run in runs) == choice["message"]["content"]
-    assert engine.submitted[-1].report_sources
-
-
-def test_rejected_drafts_are_told(server: LiveServer, engine: ScriptedEngine) -> None:
-    draft = (1, "suffix", (5, 6))
-
-    def script(request: Request) -> Any:
-        assert request.report_rejected
-        return [
-            [delta._replace(rejected_drafts=(draft,)) for delta in step]
-            for step in steps_of(request, as_bytes("abcd"), per_step=2)
-        ]
-
-    engine.script = script
-    [choice] = chat(server, include_rejected_drafts=True).json()["choices"]
-    told = choice["rejected_drafts"]
-    assert [(d["token"], d["offset"], d["tokens"]) for d in told] == [(1, 1, 2), (3, 3, 2)]
-    chunks = events(chat(server, include_rejected_drafts=True, stream=True))
-    streamed = [d for c in chunks for d in c["choices"][0].get("rejected_drafts", ())]
-    assert streamed == told
 
 
 # --- prompts ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,20 +12,32 @@ import httpx
 import pytest
 
 from server.api.answer import usage_report
+from server.api.chat_template import ChatTemplate
 from server.api.engines.submission import Submission
 from server.api.faces.completions import _Chunks
+from server.api.served_model import ServedModel
 from server.metrics import Metrics
 from server.types import Request
 from tests.api.fixtures import served_by
-from tests.api.live import TOKENIZER, LiveServer, as_bytes, encode
+from tests.api.live import TOKENIZER, LiveServer, as_bytes, encode, served
 from tests.api.orders import completion, orders
+from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
 
 REPLY = " over the lazy dog. Once upon a time — héllo wörld"
 REPLY_IDS = encode(REPLY)
+MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 
 
-engine, server = served_by(lambda: ScriptedEngine(saying(REPLY_IDS)))
+def chats() -> ServedModel:
+    """The tests' model with a template, which writes the first message as it is."""
+    template = ChatTemplate("{{ messages[0].content }}", byte_level_tokenizer())
+    return replace(served(), chat=template)
+
+
+engine, server = served_by(
+    lambda: ScriptedEngine(saying(REPLY_IDS)), models=lambda: {"tiny": chats()}
+)
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -162,14 +175,6 @@ def test_choices_are_numbered_over_prompts(server: LiveServer, engine: ScriptedE
     assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
     assert [c["token_ids"] for c in body["choices"]] == [[a, a], [a, a + 1], [b, b], [b, b + 1]]
     assert [c["prompt_token_ids"] for c in body["choices"]] == [[a], [a], [b], [b]]
-    streamed = events(
-        server.post(prompt=[[a], [b]], n=2, max_tokens=2, return_token_ids=True, stream=True)
-    )
-    by_choice: dict[int, list[int]] = {}
-    for chunk in streamed:
-        [choice] = chunk["choices"]
-        by_choice.setdefault(choice["index"], []).extend(choice["token_ids"])
-    assert by_choice == {0: [a, a], 1: [a, a + 1], 2: [b, b], 3: [b, b + 1]}
 
 
 def test_best_of_returns_the_n_likeliest(server: LiveServer, engine: ScriptedEngine) -> None:
@@ -215,19 +220,79 @@ def test_logprobs_have_tokens_offsets_and_the_likeliest(
         assert top[token] == -0.25 == max(top.values()) and len(top) == 2
 
 
-def test_streamed_logprobs_are_the_whole_ones(server: LiveServer, engine: ScriptedEngine) -> None:
-    engine.script = saying(REPLY_IDS, per_step=3)
-    options: dict[str, Any] = {
-        "logprobs": 1, "max_tokens": 10, "stop": ["never, ever"], "echo": True,
-    }  # fmt: skip
-    whole = server.post(**options).json()["choices"][0]
-    joined: dict[str, list[Any]] = {k: [] for k in whole["logprobs"]}
-    text = ""
-    for chunk in events(server.post(stream=True, **options)):
-        text += chunk["choices"][0]["text"]
-        for name, values in chunk["choices"][0]["logprobs"].items():
-            joined[name] += values
-    assert joined == whole["logprobs"] and text == whole["text"]
+def grown(whole: Any, part: Any) -> Any:
+    """A part of an answer with what a chunk adds to it."""
+    if isinstance(whole, dict) and isinstance(part, dict):
+        return whole | {name: grown(whole.get(name), value) for name, value in part.items()}
+    if isinstance(whole, str | list) and isinstance(part, type(whole)):
+        return whole + part
+    return whole if part is None else part
+
+
+def added_up(chunks: list[Any]) -> dict[str, Any]:
+    """The answer whose chunks these are."""
+    answer: dict[str, Any] = {}
+    choices: dict[int, Any] = {}
+    for chunk in chunks:
+        for choice in chunk.pop("choices"):
+            if "delta" in choice:
+                choice["message"] = {"annotations": [], **choice.pop("delta")}
+            choices[choice["index"]] = grown(choices.get(choice["index"]), choice)
+        answer |= chunk
+    return answer | {"choices": [choices[i] for i in sorted(choices)]}
+
+
+EXTRAS = ("token_ids", "token_sources", "rejected_drafts")
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("per_step", [2, 7])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": ["a", "the"], "echo": True, "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}),
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_answer(
+    server: LiveServer,
+    engine: ScriptedEngine,
+    path: str,
+    asked: dict[str, Any],
+    per_step: int,
+    usage: bool,
+) -> None:
+    def script(request: Request) -> Any:
+        assert request.report_sources and request.report_rejected
+        said = [as_bytes(f"né {request.prompt_ids[0] + k:04} 日本!") for k in range(2)]
+        steps = together(
+            [
+                steps_of(request, ids, per_step=per_step, choice_id=k, finish_reason="stop",
+                         stop_reason=b"!")
+                for k, ids in enumerate(said)
+            ]
+        )  # fmt: skip
+        draft = ((0, "suffix", (5, 6)),)
+        return [[delta._replace(rejected_drafts=draft) for delta in step] for step in steps]
+
+    engine.script = script
+    extras = {f"include_{name}": True for name in (*EXTRAS[1:], "speculation")}
+    body = {"model": "tiny", "n": 2, "stop": "!", "return_token_ids": True, **extras, **asked}
+    whole = server.post(path, **body).json()
+    options = {"stream": True, "stream_options": {"include_usage": usage}}
+    chunks = events(server.post(path, **body, **options))
+    assert ["speculation" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    told = added_up(chunks)
+    assert told["speculation"] == whole["speculation"]
+    assert told.get("usage") == (whole["usage"] if usage else None)
+    assert told.get("prompt_token_ids") == whole.get("prompt_token_ids")
+    for streamed, choice in zip(told["choices"], whole["choices"], strict=True):
+        assert all(choice[name] for name in EXTRAS)
+        assert streamed == {name: choice[name] for name in streamed}
+        # Runs of one source split no character, and show nothing of the stop string.
+        said = "".join(run["text"] for run in choice["token_sources"])
+        assert said.startswith("né ") and said.endswith(" 日本")
+        assert (choice["text"] if "text" in choice else choice["message"]["content"]).endswith(said)
 
 
 def test_echo_gives_the_prompt_and_its_logprobs(server: LiveServer, engine: ScriptedEngine) -> None:
@@ -275,10 +340,6 @@ def test_speculation_is_reported_only_when_asked(
     assert report["by_source"] == {"suffix": {"drafted_tokens": 8, "accepted_tokens": 6}}
     assert report["accepted_by_depth"] == [2, 2, 2] and report["drafter"] == "suffix"
     assert "speculation" not in server.post(max_tokens=2).json()
-    for options in ({}, {"stream_options": {"include_usage": True}}):
-        chunks = events(server.post(max_tokens=8, include_speculation=True, stream=True, **options))
-        assert chunks[-1]["speculation"] == report
-        assert not any("speculation" in c for c in chunks[:-1])
 
 
 def test_token_sources_split_the_text(server: LiveServer, engine: ScriptedEngine) -> None:
@@ -291,31 +352,10 @@ def test_token_sources_split_the_text(server: LiveServer, engine: ScriptedEngine
     ]  # fmt: skip
     assert "".join(r["text"] for r in runs) == choice["text"]
     assert runs[0]["text"] == TOKENIZER.decode(REPLY_IDS[:2])
-    chunks = events(server.post(stream=True, **options))
-    streamed = [c["choices"][0] for c in chunks]
-    for part in streamed:
+    for chunk in events(server.post(stream=True, **options)):
+        [part] = chunk["choices"]
         assert "".join(r["text"] for r in part["token_sources"]) == part["text"]
-    assert [r for part in streamed for r in part["token_sources"]] == runs
     assert "token_sources" not in server.post(max_tokens=2).json()["choices"][0]
-
-
-@pytest.mark.parametrize("per_step", [1, 2, 5])
-def test_token_sources_never_split_characters_or_show_stops(
-    server: LiveServer, engine: ScriptedEngine, per_step: int
-) -> None:
-    ids = as_bytes("né 日本 STOP")
-
-    def script(request: Request) -> Any:
-        return steps_of(request, ids, per_step=per_step, finish_reason="stop", stop_reason=b"STOP")
-
-    engine.script = script
-    chunks = events(
-        server.post(stream=True, max_tokens=50, stop="STOP", echo=True, include_token_sources=True)
-    )
-    runs = [r for c in chunks for r in c["choices"][0]["token_sources"]]
-    assert "".join(r["text"] for r in runs) == "né 日本 "
-    assert sum(r["tokens"] for r in runs) == len(ids)
-    assert "".join(c["choices"][0]["text"] for c in chunks) == "thené 日本 "
 
 
 def test_rejected_drafts_stand_where_they_were_drafted(
@@ -334,9 +374,6 @@ def test_rejected_drafts_stand_where_they_were_drafted(
         {"token": 0, "offset": 0, "source": "suffix", "tokens": 2, "text": "XY"},
         {"token": 3, "offset": 2, "source": "corpus", "tokens": 2, "text": "é"},
     ]
-    chunks = events(server.post(stream=True, **options))
-    streamed = [d for c in chunks for d in c["choices"][0]["rejected_drafts"]]
-    assert streamed == choice["rejected_drafts"]
     assert "rejected_drafts" not in server.post(max_tokens=3).json()["choices"][0]
 
 
