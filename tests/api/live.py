@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from server.api.app import create_app
 from server.api.engines.client import EngineClient, EngineSpec
 from server.api.gate import Traces
 from server.api.served_model import ServedModel
-from server.api.serving import run_loop, serve
+from server.api.serving import listen, run_loop, serve
 from server.config import DEFAULT_TASK, RestartConfig, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics import Metrics
 from tests.api.real_engine import TABLE as TABLE
@@ -100,25 +99,26 @@ class LiveServer:
             e if isinstance(e, EngineSpec) else EngineSpec(e.name, e.info.name, "cpu", e.factory)
             for e in engines
         ]
+        tasks = {**(tasks or {})}
         # The default task drafts with what the tests' engines have.
-        self.tasks = {**(tasks or {})}
-        self.tasks.setdefault(DEFAULT_TASK, PLAIN_TASK)
-        self.models = models or {s.model: served(s.model, max_model_len) for s in self.specs}
-        self.restart = restart or RestartConfig(first_delay_s=0.05, max_delay_s=0.1)
-        self.drafters = drafters
-        self.drain_s = drain_s
-        self.leave_s = leave_s
-        self.task_admin = task_admin
-        self.traces = traces
+        tasks.setdefault(DEFAULT_TASK, PLAIN_TASK)
+        self._app: dict[str, Any] = {
+            "tasks": tasks,
+            "models": models or {s.model: served(s.model, max_model_len) for s in self.specs},
+            "drafters": drafters,
+            "task_admin": task_admin,
+            "traces": traces,
+        }
+        self._restart = restart or RestartConfig(first_delay_s=0.05, max_delay_s=0.1)
+        self._limits = self.config.limits.model_copy(update={"drain_s": drain_s})
+        self._leave_s = leave_s
         self.metrics = Metrics(vllm_aliases=self.config.metrics.vllm_aliases)
         if between is not None:
             self.specs = list(between(self.specs, lambda: self.loop, self.metrics))
         self.status: int | None = None
         self.error: BaseException | None = None
         self._wait_ready = wait_ready
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen(128)
+        self._socket = listen("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
         chain = self.config.listen.ssl_certfile
         self.url = f"{'http' if chain is None else 'https'}://127.0.0.1:{self.port}"
@@ -142,29 +142,16 @@ class LiveServer:
     async def _serve(self) -> int:
         self.loop = asyncio.get_running_loop()
         self.stop = asyncio.Event()
-        limits = self.config.limits
         self.client = EngineClient(
-            self.specs,
-            metrics=self.metrics,
-            restart=self.restart,
-            limits=limits,
-        )
-        app = create_app(
-            self.config,
-            tasks=self.tasks,
-            models=self.models,
-            client=self.client,
-            drafters=self.drafters,
-            task_admin=self.task_admin,
-            traces=self.traces,
+            self.specs, metrics=self.metrics, restart=self._restart, limits=self._limits
         )
         return await serve(
-            app,
+            create_app(self.config, client=self.client, **self._app),
             self.client,
-            limits=limits.model_copy(update={"drain_s": self.drain_s}),
+            limits=self._limits,
             sockets=[self._socket],
             certificate=self.config.listen.certificate,
-            leave_s=lambda: self.leave_s,
+            leave_s=lambda: self._leave_s,
             stop=self.stop,
         )
 

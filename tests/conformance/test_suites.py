@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
+
+from tests.api.fixtures import over
+from tests.api.live import LiveServer
+from tests.fakes.scripted_engine import ScriptedEngine, saying
 
 FOLDER = Path(__file__).parent
 
@@ -22,50 +27,31 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     return importlib.import_module(request.param)
 
 
-def operation(properties: dict[str, Any]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties}
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+server = over(ScriptedEngine(saying([5])))
 
 
 @pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
-def test_only_models_and_amounts_are_narrowed(script: ModuleType) -> None:
-    document = {
-        "paths": {
-            "/v1/completions": {
-                "post": operation(
-                    {
-                        "model": {"type": "string"},
-                        "max_tokens": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-                        "prompt": {"type": "string"},
-                        "suffix": {"type": "string"},
-                    }
-                )
-            },
-            "/tokenize": {
-                "post": operation({"model": {"anyOf": [{"type": "string"}, {"type": "null"}]}})
-            },
-            "/v1/models/{model}": {
-                "get": {"parameters": [{"name": "model", "schema": {"type": "string"}}]}
-            },
-        }
-    }
-    narrow = script.narrowed(json.loads(json.dumps(document)), ["a", "b"])
+def test_only_models_and_amounts_are_narrowed(script: ModuleType, server: LiveServer) -> None:
+    document = httpx.get(server.url + "/openapi.json").json()
+    narrow = script.narrowed(copy.deepcopy(document), ["a", "b"])
 
-    def properties(path: str) -> Any:
-        body = narrow["paths"][path]["post"]["requestBody"]
+    def properties(path: str, of: Any = narrow) -> Any:
+        body = of["paths"][path]["post"]["requestBody"]
         return body["content"]["application/json"]["schema"]["properties"]
 
-    fields = properties("/v1/completions")
-    assert fields["model"] == {"enum": ["a", "b"]}
-    assert fields["max_tokens"]["anyOf"] == [{"type": "integer", "maximum": 3}, {"type": "null"}]
-    assert fields["prompt"] == {"type": "string"} and "suffix" in fields
-    assert properties("/tokenize")["model"] == {"enum": ["a", "b", None]}
+    fields, before = properties("/v1/completions"), properties("/v1/completions", document)
+    changed = [name for name in fields if fields[name] != before[name]]
+    assert set(changed) == {"model", "max_tokens", "min_tokens", "n", "best_of"}
+    assert fields["model"] == {"enum": ["a", "b", None]}
+    whole, null = fields["max_tokens"]["anyOf"]
+    assert whole == {**before["max_tokens"]["anyOf"][0], "maximum": 3} and null == {"type": "null"}
     [parameter] = narrow["paths"]["/v1/models/{model}"]["get"]["parameters"]
     assert parameter["schema"] == {"enum": ["a", "b", "nobody"]}
     deep = script.deepened(narrow)
-    assert list(deep["paths"]) == ["/v1/completions"]
-    assert set(properties("/v1/completions")) == {"model", "max_tokens", "prompt"}
-    assert "anyOf" in properties("/v1/completions")["prompt"]
+    assert list(deep["paths"]) == ["/v1/completions", "/v1/chat/completions"]
+    deepest = properties("/v1/completions")
+    assert set(deepest) == set(before) & set(script.DEEP_FIELDS) and "suffix" in before
+    assert "anyOf" in deepest["prompt"] and deepest["max_tokens"] == fields["max_tokens"]
 
 
 @pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
@@ -85,7 +71,7 @@ def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType)
                 {"required": ["messages"]},
             ]
         },
-        "Completion": {"type": "object", "properties": {"prompt": {}}},
+        "Completion": {"properties": {"prompt": {}, "model": {"type": "string"}}},
         "ErrorResponse": {},
     }
     document = {
@@ -100,7 +86,7 @@ def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType)
         },
         "components": {"schemas": schemas},
     }
-    told = script.openai_document(json.loads(json.dumps(document)))
+    told = script.openai_document(copy.deepcopy(document))
     assert {path: list(methods) for path, methods in told["paths"].items()} == {
         "/v1/completions": ["post"],
         "/v1/chat/completions": ["post"],
@@ -118,6 +104,9 @@ def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType)
     refused = chat["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
     assert refused.endswith("/ErrorResponse") and "ErrorResponse" in told["components"]["schemas"]
     assert "security" not in chat
+    asked = script.narrowed(told, ["a"])["paths"]["/v1/completions"]["post"]["requestBody"]
+    schema = asked["content"]["application/json"]["schema"]
+    assert schema["properties"] == {"prompt": {}, "model": {"enum": ["a"]}}
 
 
 @pytest.mark.parametrize("script", ["openai_api_tests"], indirect=True)
