@@ -7,7 +7,7 @@ from typing import Any
 
 import dspy
 from checks import BASE_URL, MODEL, check, finish
-from conversation import QUESTION, TOOL, is_weather, weather
+from conversation import CITY_FORMAT, QUESTION, TOOL, is_weather, weather
 
 LM = dspy.LM(
     f"openai/{MODEL}", api_base=BASE_URL, api_key="none", max_tokens=120, temperature=0.0,
@@ -26,14 +26,8 @@ def _() -> None:
 @check("dspy LM with a JSON schema")
 def _() -> None:
     # What dspy.Predict makes of a small model's own words is not the server's to answer for.
-    schema = {
-        "type": "object",
-        "properties": {"answer": {"type": "string", "maxLength": 40}},
-        "required": ["answer"],
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    [text] = LM("What is the capital of Italy?", response_format=form, max_tokens=60)
-    assert set(json.loads(str(text))) == {"answer"}
+    [text] = LM("What is the capital of Italy?", response_format=CITY_FORMAT, max_tokens=60)
+    assert set(json.loads(str(text))) == {"name"}
 
 
 @check("dspy LM of three turns with a tool")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import litellm
 from checks import BASE_URL, MODEL, check, finish
-from conversation import QUESTION, TOOL, is_weather, weather
+from conversation import three_turns
 
 COMMON: dict[str, Any] = {"api_base": BASE_URL, "api_key": "none", "num_retries": 0}
 TEXT: dict[str, Any] = {"model": f"text-completion-openai/{MODEL}", **COMMON}
@@ -79,17 +80,7 @@ async def _() -> None:
 
 @check("litellm two turns with a tool, its own messages sent back")
 def _() -> None:
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    options = {**CHAT, "max_tokens": 40, "temperature": 0, "tools": [TOOL]}
-    first = litellm.completion(**{**options, "messages": messages}, tool_choice="required")
-    said = first.choices[0].message
-    [call] = said.tool_calls
-    assert is_weather(call.function.arguments)
-    result = {"role": "tool", "tool_call_id": call.id, "content": weather("Rome")}
-    messages += [said.model_dump(), result]
-    second = litellm.completion(**{**options, "messages": messages})
-    messages += [second.choices[0].message, {"role": "user", "content": "Thank you."}]
-    assert litellm.completion(**{**options, "messages": messages}).choices
+    three_turns(partial(litellm.completion, model=f"openai/{MODEL}", **COMMON))
 
 
 @check("litellm responses")

@@ -14,11 +14,12 @@ import sys
 import tempfile
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from checks import BASE_URL, MODEL, check, finish
-from conversation import QUESTION, TOOL, is_weather, weather
+from conversation import CITY_FORMAT, three_turns
 from openai import OpenAI
 
 
@@ -87,18 +88,7 @@ def _() -> None:
 
 @check("litellm proxy chat, its own messages sent back over three turns with a tool")
 def _() -> None:
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    options: Any = {"model": "served", "tools": [TOOL], "max_tokens": 40, "temperature": 0}
-    first = CLIENT.chat.completions.create(messages=messages, tool_choice="required", **options)
-    said = first.choices[0].message
-    [call] = said.tool_calls or []
-    assert is_weather(call.function.arguments)
-    result = {"role": "tool", "tool_call_id": call.id, "content": weather("Rome")}
-    messages += [said.model_dump(), result]
-    second = CLIENT.chat.completions.create(messages=messages, **options)
-    thanks = {"role": "user", "content": "Thank you."}
-    messages += [second.choices[0].message.model_dump(), thanks]
-    assert CLIENT.chat.completions.create(messages=messages, **options).choices
+    three_turns(partial(CLIENT.chat.completions.create, model="served"))
 
 
 @check("litellm proxy stream")
@@ -110,14 +100,8 @@ def _() -> None:
 
 @check("litellm proxy JSON schema")
 def _() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 20}},
-        "required": ["name"],
-    }
-    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
     answer = CLIENT.chat.completions.create(
-        model="served", messages=MESSAGES, response_format=form, max_tokens=60
+        model="served", messages=MESSAGES, response_format=CITY_FORMAT, max_tokens=60
     )
     assert set(json.loads(answer.choices[0].message.content or "")) == {"name"}
 

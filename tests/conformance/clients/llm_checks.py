@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from checks import BASE_URL, MODEL, check, finish
-from conversation import QUESTION, weather
+from conversation import CITY, QUESTION, weather
 from llm.default_plugins.openai_models import Chat
 
 
@@ -29,12 +29,7 @@ def _() -> None:
 
 @check("llm prompt without a stream, with a schema")
 def _() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 20}},
-        "required": ["name"],
-    }
-    answer = model().prompt("Name a city.", schema=schema, stream=False, max_tokens=60)
+    answer = model().prompt("Name a city.", schema=CITY, stream=False, max_tokens=60)
     assert set(json.loads(answer.text())) == {"name"}
 
 
