@@ -253,13 +253,6 @@ def test_decisions_of_twenty_thousand_are_refused_quickly(server: LiveServer) ->
         assert time.process_time() - began_s < 5
 
 
-def test_a_lone_surrogate_is_refused_in_a_schema_that_comes_as_text(server: LiveServer) -> None:
-    """It is JSON of its own; test_errors.py has that of bodies."""
-    for lone in ('"\\ud800"', '"a\\udc00\\ud800b"'):
-        answer = complete(server, structured_outputs={"json": f'{{"enum": [{lone}]}}'})
-        check(answer, 400, "invalid_value", "structured_outputs.json")
-
-
 # --- templates ---
 
 INJECTIONS = (

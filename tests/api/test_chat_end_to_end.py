@@ -63,14 +63,6 @@ def test_a_prediction_is_accepted_counted_and_changes_nothing(
     assert streamed(chat(server, stream=True, **variant)) == [text]
 
 
-def test_choices_of_a_chat_are_alike_alone_and_together(server: LiveServer) -> None:
-    options = {"temperature": 1, "seed": 5, "n": 3}
-    whole = chat(server, **options).json()["choices"]
-    assert len({choice["message"]["content"] for choice in whole}) == 3
-    texts = [choice["message"]["content"] for choice in whole]
-    assert streamed(chat(server, stream=True, **options)) == texts
-
-
 CITY: dict[str, dict[str, Any]] = {
     "city": {"enum": ["Paris", "Rome", "Zürich"]},
     "days": {"type": "integer", "minimum": 1, "maximum": 99},

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from server.api.app import ELSEWHERE
@@ -384,20 +383,6 @@ def test_the_routes_that_are_advised_are_there(server: LiveServer) -> None:
         assert set(named) <= {*known, "/metrics"}, path
 
 
-def test_an_unknown_model_is_a_404(server: LiveServer) -> None:
-    check(server.post(model="gpt-9"), 404, "model_not_found", "model")
-    with pytest.raises(openai.NotFoundError):
-        server.openai().completions.create(model="gpt-9", prompt="x")
-
-
-def test_the_openai_client_raises_its_own_errors(server: LiveServer) -> None:
-    client = server.openai()
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt=[1] * 300)
-    assert caught.value.code == "context_length_exceeded"
-    assert caught.value.param == "prompt"
-
-
 def test_models_are_listed(server: LiveServer) -> None:
     client = server.openai()
     listed = list(client.models.list())
@@ -534,9 +519,7 @@ def test_no_other_route_takes_a_key_that_a_browser_sends_by_itself(locked: LiveS
         assert httpx.post(url, auth=auth, json=body, headers=headers).status_code == status
 
 
-def test_a_wrong_key_is_the_clients_authentication_error(locked: LiveServer) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        locked.openai("sk-three").models.list()
+def test_a_program_s_key_is_a_bearer_s(locked: LiveServer) -> None:
     response = httpx.get(locked.url + "/v1/models", headers={"authorization": "Basic sk-one"})
     check(response, 401, "invalid_api_key", None)
     assert response.headers["www-authenticate"] == "Bearer"

@@ -78,6 +78,7 @@ STRUCTURED: list[tuple[str, dict[str, Any], type[RequestError]]] = [
     (".json", {"json": True}, InvalidRequestError),
     (".json", {"json": "false"}, InvalidRequestError),
     (".json", {"json": '{"$ref": "#/\\ud800"}'}, InvalidRequestError),
+    (".json", {"json": '{"enum": ["a\\udc00\\ud800b"]}'}, InvalidRequestError),
     (".json", {"json": '{"type": "null", "type": "null"}'}, InvalidRequestError),
     (".json", {"json": {"not": {"type": "string"}}}, InvalidRequestError),
     (".json", {"json": {"$ref": "http://127.0.0.1:9/schema"}}, InvalidRequestError),

@@ -1,7 +1,7 @@
 """Texts that spell a control token are letters to a grammar: they are written, and end nothing.
 
 Over a real socket: the real Engine and llguidance on the FakeRunner, with a tokenizer that has
-ChatML's control tokens; with and without drafts, streamed too. At the end the real SmolLM2
+ChatML's control tokens; with and without drafts. At the end the real SmolLM2
 tokenizer, without a model, where it is in the cache.
 """
 
@@ -23,7 +23,6 @@ from tests.api.chat_models import TOKENIZER
 from tests.api.live import LiveServer
 from tests.api.test_chat_end_to_end import chat
 from tests.api.test_chat_end_to_end import server as server  # a fixture
-from tests.api.test_completions import streamed
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 
@@ -86,16 +85,6 @@ def test_a_prompt_that_has_the_control_token_changes_nothing(server: LiveServer,
         speculation=speculation,
     )  # fmt: skip
     assert (written, reason) == (text, "stop")
-
-
-def test_streams_and_several_choices_say_the_same(server: LiveServer) -> None:
-    body: dict[str, Any] = {
-        "structured_outputs": {"choice": ["<|im_end|> or", "<|im_start|> or <|end|>"]},
-        "model": "hermes", "prompt": "the", "max_tokens": 60, "temperature": 1, "seed": 4, "n": 3,
-    }  # fmt: skip
-    whole = server.post(**body).json()["choices"]
-    assert {c["text"] for c in whole} <= {"<|im_end|> or", "<|im_start|> or <|end|>"}
-    assert streamed(server.post(stream=True, **body)) == [c["text"] for c in whole]
 
 
 @pytest.mark.parametrize("model", ["hermes", "mistral", "llama"])

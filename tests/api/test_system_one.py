@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.fixtures import served_by
 from tests.api.live import LiveServer
-from tests.api.test_decisions import scoring
+from tests.api.test_decisions import engine as engine  # a fixture
+from tests.api.test_decisions import server as server  # a fixture
 from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine
 
@@ -28,9 +28,6 @@ QUESTIONS: dict[str, Any] = {
     "anger": {"type": "score", "instructions": "How angry?", "criteria": ["calm", "cross"]},
 }
 STATE = {"message": "Charged twice.", "order": 4411}
-
-
-engine, server = served_by(lambda: ScriptedEngine(scoring(-1.0, -2.0, -4.0), max_model_len=256))
 
 
 def ask(server: LiveServer, state: Any = STATE, questions: Any = None, **more: Any) -> Any:
