@@ -5,6 +5,8 @@ it has done to them, and with nothing submitted or aborted.
     engine, server = served_by(lambda: ScriptedEngine(saying(IDS)), tasks=TASKS)
     engines, server = chats_of(("hermes", "base"), saying(IDS))
     server = over(spec(), max_model_len=CONTEXT)
+
+And what tests of a body need at least, by route, and the calls of a function.
 """
 
 from __future__ import annotations
@@ -36,6 +38,21 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 """What each route that takes a model needs at least: test_keys.py sees that none is left out."""
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+def noted(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]
+) -> list[Any]:
+    """What `note` says of each call of owner's function from now on, by what it is given."""
+    seen: list[Any] = []
+    do = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        seen.append(note(*args))
+        return do(*args, **options)
+
+    patch.setattr(owner, name, call)
+    return seen
 
 
 def over(*engines: Any, name: str = "server", **options: Any) -> Any:

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.answer import usage_report
+from server.api import answer
 from server.api.chat_template import ChatTemplate
 from server.api.engines.submission import Submission
 from server.api.faces.completions import _Chunks
 from server.api.served_model import ServedModel
 from server.metrics import Metrics
 from server.types import Request
-from tests.api.fixtures import served_by
+from tests.api.fixtures import noted, served_by
 from tests.api.live import TOKENIZER, LiveServer, as_bytes, encode, served
 from tests.api.orders import completion, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer
@@ -121,13 +121,7 @@ def test_the_usage_of_many_prompts_is_summed_once_for_all_that_came_together(
     options = {"include_usage": True, "continuous_usage_stats": True}
     order = completion(orders(), prompt=["the"] * 5, stream=True, stream_options=options)
     submission = Submission.answered(order.requests, Metrics(vllm_aliases=False))
-    sums: list[int] = []
-
-    def noted(accounts: Any, **more: Any) -> Any:
-        sums.append(len(accounts))
-        return usage_report(accounts, **more)
-
-    monkeypatch.setattr("server.api.answer.usage_report", noted)
+    sums = noted(monkeypatch, answer, "usage_report", len)
     written = _Chunks(order, submission).written(asyncio.run(anext(submission)))
     assert written.count(b'"usage":{"prompt_tokens":5,') == 5 and sums == [5]
 

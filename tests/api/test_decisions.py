@@ -17,7 +17,7 @@ import server.api.faces.decisions as decisions_module
 from server.api.chat_template import ChatTemplate
 from server.api.faces.decisions import Labeller, Labels, Question, input_text, probabilities_of
 from server.types import Delta, Request
-from tests.api.fixtures import served_by
+from tests.api.fixtures import noted, served_by
 from tests.api.live import TOKENIZER, LiveServer, served
 from tests.api.orders import asked, decisions, orders
 from tests.api.test_errors import check, refused
@@ -203,14 +203,9 @@ def test_long_descriptions_are_read_beside_the_loop_and_those_that_cannot_fit_no
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """250 options with descriptions of 60,000 characters held all clients for a minute."""
-    threads: list[str] = []
-
-    def reads(*given: Any) -> list[int]:
-        threads.append(threading.current_thread().name)
-        return read(*given)
-
-    read = decisions_module._prompt_ids
-    monkeypatch.setattr(decisions_module, "_prompt_ids", reads)
+    threads = noted(
+        monkeypatch, decisions_module, "_prompt_ids", lambda *_: threading.current_thread().name
+    )
 
     def choice(num_chars: int) -> dict[str, Any]:
         return {

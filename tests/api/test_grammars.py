@@ -28,6 +28,7 @@ from server.errors import (
 )
 from server.grammar_text import grammar_problem
 from server.types import GrammarSpec
+from tests.api.fixtures import noted
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
@@ -185,13 +186,7 @@ async def test_a_key_that_fills_the_threads_and_the_queue_leaves_another_its_tur
 
 async def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last eight; of a refusal, the words but not the field that it stood in."""
-    compiled: list[str] = []
-
-    def counted(spec: GrammarSpec) -> str:
-        compiled.append(spec.source)
-        return grammar_problem(spec)
-
-    monkeypatch.setattr(grammars, "grammar_problem", counted)
+    compiled = noted(monkeypatch, grammars, "grammar_problem", lambda spec: spec.source)
     sources = [f"a{{{i}}}" for i in range(40)]
 
     checker = GrammarChecker(max_known=8)

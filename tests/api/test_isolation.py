@@ -23,7 +23,7 @@ from server.config.server import MetricsConfig
 from server.config.task import VocabularyConfig
 from server.engine import grammar
 from server.engine.task_store import TaskStore
-from server.grammar_text import grammar_problem, grammar_text
+from tests.api.fixtures import noted
 from tests.api.live import TABLE, TOKENIZER, LiveServer, as_key, encode
 from tests.api.real_engine import FINGERPRINT, spec, task_drafters
 from vocab_store.profile import VocabProfile
@@ -213,20 +213,8 @@ def test_a_grammar_of_another_is_compiled_again(
     server: LiveServer, keys: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is compiled already comes at once: the time would tell who asks with the same schema."""
-    checked: list[str] = []
-    compiled: list[str] = []
-    check, text = grammar_problem, grammar_text
-
-    def count_check(spec: Any) -> str:
-        checked.append(spec.source)
-        return check(spec)
-
-    def count_compiled(spec: Any) -> Any:
-        compiled.append(spec.source)
-        return text(spec)
-
-    monkeypatch.setattr(grammars, "grammar_problem", count_check)
-    monkeypatch.setattr(grammar, "grammar_text", count_compiled)
+    checked = noted(monkeypatch, grammars, "grammar_problem", lambda spec: spec.source)
+    compiled = noted(monkeypatch, grammar, "grammar_text", lambda spec: spec.source)
 
     def jobs(key: str, **extra: Any) -> tuple[int, int]:
         checked.clear()

@@ -18,17 +18,12 @@ A = BYTE_IDS[b"a"]
 server = over(spec(tokenizer=TOKENIZER))
 
 
-def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    }
-
-
 ENDLESS = 3  # of REFUSED: their grammars have no end
 LOOP = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": LOOP}}, "structured_outputs.json"),
-    (schema_format(LOOP), "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": LOOP}}},
+     "response_format.json_schema.schema"),
     ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"grammar": "start: <[49999]>"}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"regex": "a{100000}"}}, "structured_outputs.regex"),
@@ -39,7 +34,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 2, "structured_outputs": {"regex": "a+"}}, "min_tokens"),
     ({"ignore_eos": True, "structured_outputs": {"regex": "a+"}}, "ignore_eos"),
     ({"structured_outputs": {"grammar": 'root ::= "a" | b'}}, "structured_outputs.grammar"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,7 +1,7 @@
 """Texts that spell a control token are letters to a grammar: they are written, and end nothing.
 
 Over a real socket: the real Engine and llguidance on the FakeRunner, with a tokenizer that has
-ChatML's control tokens; with and without drafts. At the end the real SmolLM2
+ChatML's control tokens; with and without drafts, streamed too. At the end the real SmolLM2
 tokenizer, without a model, where it is in the cache.
 """
 
@@ -23,6 +23,7 @@ from tests.api.chat_models import TOKENIZER
 from tests.api.live import LiveServer
 from tests.api.test_chat_end_to_end import chat
 from tests.api.test_chat_end_to_end import server as server  # a fixture
+from tests.api.test_completions import streamed
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 
@@ -66,6 +67,8 @@ def test_a_choice_that_spells_a_control_token_is_written(server: LiveServer, tex
     constant = {"json": {"const": text}}
     written, reason = _complete(server, structured_outputs=constant, speculation=off)
     assert (json.loads(written), reason) == (text, "stop")
+    stream = server.post(model="hermes", max_tokens=90, stream=True, structured_outputs=fields[0])
+    assert streamed(stream) == [text]
 
 
 @pytest.mark.parametrize("text", SPELLED)
