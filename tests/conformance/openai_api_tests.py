@@ -47,18 +47,14 @@ DESELECTED = {
         'suffix, logit_bias of "foo", stream=False with stream_options; audio, web search and old '
         "functions in a chat): made for a mock that answers anything"
     ),
-    "TestModels and delete and not path_params": (
+    "(TestModels or TestAsyncModels) and delete and not path_params": (
         "DELETE /v1/models deletes a fine-tuned model; the server has none"
     ),
-    "TestAsyncModels and delete and not path_params": "the same, async",
-    "TestCompletions and (retrieve or update or list or delete) and not path_params": (
-        "stored chat completions: this server stores none"
+    "(TestCompletions or TestAsyncCompletions) and (retrieve or update or list or delete) "
+    "and not path_params": "stored chat completions: this server stores none",
+    "(TestMessages or TestAsyncMessages) and list and not path_params": (
+        "messages of stored chat completions"
     ),
-    "TestAsyncCompletions and (retrieve or update or list or delete) and not path_params": (
-        "the same, async"
-    ),
-    "TestMessages and list and not path_params": "messages of stored chat completions",
-    "TestAsyncMessages and list and not path_params": "the same, async",
 }
 
 

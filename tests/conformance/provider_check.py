@@ -15,6 +15,7 @@ and whether they are the same, so that a failure can be told from the server's.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import urllib.request
 from collections import Counter
@@ -29,20 +30,6 @@ VERSION = "0.1.8"
 HIGHEST_TIER = 5
 PONG_PROMPT = "reply exactly PONG"
 NUM_TOKENS = 64
-
-
-def statuses(report: Any) -> Counter[str]:
-    """How often each status is in a report, whatever its layout."""
-    found: Counter[str] = Counter()
-    if isinstance(report, dict):
-        if isinstance(status := report.get("status"), str):
-            found[status] += 1
-        for value in report.values():
-            found += statuses(value)
-    elif isinstance(report, list):
-        for value in report:
-            found += statuses(value)
-    return found
 
 
 def both_answers(base_url: str, model: str, model_folder: Path) -> dict[str, Any]:
@@ -88,15 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ],
             folder,
         )  # fmt: skip
-        found = statuses(json.loads(report.read_text())) if report.exists() else Counter()
-    told: dict[str, Any] = {
+        # How often each status is in the report, whatever its layout.
+        told = report.read_text() if report.exists() else ""
+        found = Counter(re.findall(r'"status":\s*"([^"]*)"', told))
+    line: dict[str, Any] = {
         "tool": "trustedrouter-provider-check",
         "version": options.version,
         "model": model,
     }
     if options.model_folder is not None:
-        told["pong"] = both_answers(options.base_url, model, options.model_folder)
-    print(json.dumps({**told, "tier": options.tier, "status": status, "results": dict(found)}))
+        line["pong"] = both_answers(options.base_url, model, options.model_folder)
+    print(json.dumps({**line, "tier": options.tier, "status": status, "results": dict(found)}))
     return status
 
 
