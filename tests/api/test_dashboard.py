@@ -209,9 +209,8 @@ def test_slices_are_told_by_task_and_mode(live: LiveServer) -> None:
 def test_open_requests_are_listed_without_their_text() -> None:
     engine = ScriptedEngine(saying(IDS, per_step=2), step_s=0.1)  # 25 steps
     with LiveServer([engine]) as server:
-        client = httpx.Client(timeout=10)
         body = {"model": "tiny", "prompt": "SECRET fox", "max_tokens": 50, "stream": True}
-        with client.stream("POST", server.url + "/v1/completions", json=body) as stream:
+        with server.http.stream("POST", server.url + "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             engine.gate.clear()
@@ -230,19 +229,15 @@ def test_open_requests_are_listed_without_their_text() -> None:
             for _ in lines:
                 pass
         assert data(server)["open"] == []
-        client.close()
 
 
 def test_a_key_sees_its_own_and_polling_costs_it_nothing() -> None:
-    config = ServerConfig.model_validate(
-        {
-            "keys": (
-                {"id": "a", "key": "sk-a", "tasks": ("tags",), "requests_per_minute": 3},
-                {"id": "b", "key": "sk-b"},
-                {"id": "root", "key": "sk-root", "admin": True},
-            )
-        }
+    keys = (
+        {"id": "a", "key": "sk-a", "tasks": ("tags",), "requests_per_minute": 3},
+        {"id": "b", "key": "sk-b"},
+        {"id": "root", "key": "sk-root", "admin": True},
     )
+    config = ServerConfig.model_validate({"keys": keys})
     engine = ScriptedEngine(saying(IDS))
     tasks = {"tags": suffix_task("tags"), "other": suffix_task("other")}
     with LiveServer([engine], config=config, tasks=tasks) as server:
@@ -254,15 +249,13 @@ def test_a_key_sees_its_own_and_polling_costs_it_nothing() -> None:
         assert {entry["task"] for entry in data(server, "sk-b")["tasks"]} >= {"tags", "other"}
         engine.gate.clear()
         body = {"model": "tags", "prompt": "the", "max_tokens": 5, "stream": True}
-        with httpx.Client(timeout=10, headers=as_key("sk-a")) as client:
-            request = client.build_request("POST", server.url + "/v1/completions", json=body)
-            answer = client.send(request, stream=True)
+        url, key = server.url + "/v1/completions", as_key("sk-a")
+        with server.http.stream("POST", url, json=body, headers=key) as answer:
             wait_until(lambda: data(server, "sk-a")["num_open"] == 1)
             assert data(server, "sk-b")["num_open"] == 0
             assert data(server, "sk-root")["num_open"] == 1
             engine.gate.set()
             answer.read()
-            answer.close()
 
 
 # --- rejected drafts ---

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response
 
 from server.api.faces.responses import KeptItems, MessageItem, TextPart
-from tests.api.chat_models import decode, encode, says, scripted, served
+from tests.api.chat_models import decode, encode, says, scripted, served, weather
 from tests.api.fixtures import chat_by
 from tests.api.live import LiveServer
 from tests.api.test_errors import check, refused
@@ -20,12 +20,7 @@ from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 REPLY = " over the lazy dog"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 MESSAGES = [{"role": "user", "content": "hello"}]
-TOOL: Any = {
-    "type": "function", "name": "get_weather", "description": "The weather in a city.",
-    "parameters": {
-        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
-    },
-}  # fmt: skip
+TOOL: Any = {"type": "function", **weather()["function"]}
 
 
 engine, server = chat_by(says(REPLY), drafters=("off", "suffix"))
