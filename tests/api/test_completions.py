@@ -218,7 +218,7 @@ def grown(whole: Any, part: Any) -> Any:
     """A part of an answer with what a chunk adds to it."""
     if isinstance(whole, dict) and isinstance(part, dict):
         return whole | {name: grown(whole.get(name), value) for name, value in part.items()}
-    if isinstance(whole, str | list) and isinstance(part, type(whole)):
+    if whole is not None and isinstance(part, str | list):
         return whole + part
     return whole if part is None else part
 

@@ -125,7 +125,8 @@ CASES: list[tuple[ToolFormat, str, dict[str, Any], list[Any]]] = [
 def test_calls_are_read_alike_in_pieces_of_any_size(
     style: ToolFormat, text: str, options: dict[str, Any], expected: list[Any]
 ) -> None:
-    for cuts in (1, 2, 3, 5, 8, 13, 1000, *([cut] for cut in range(1, len(text)))):
+    ways: list[Any] = [1, 2, 3, 5, 8, 13, 1000, *([cut] for cut in range(1, len(text)))]
+    for cuts in ways:
         assert read(style, text, cuts, **options) == expected
 
 
