@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.api.fixtures import over
@@ -32,7 +31,7 @@ server = over(ScriptedEngine(saying([5])))
 
 @pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
 def test_only_models_and_amounts_are_narrowed(script: ModuleType, server: LiveServer) -> None:
-    document = httpx.get(server.url + "/openapi.json").json()
+    document = server.http.get(server.url + "/openapi.json").json()
     narrow = script.narrowed(copy.deepcopy(document), ["a", "b"])
 
     def properties(path: str, of: Any = narrow) -> Any:

@@ -114,6 +114,7 @@ CASES: list[tuple[ToolFormat, str, dict[str, Any], list[Any]]] = [
     ("llama3", L, {}, [("f", F_ARGS)]),
     ("llama3", f"<|python_tag|>{L}; {L}", {}, [("f", F_ARGS), ("f", F_ARGS)]),
     ("llama3", f"\n{L}\n{L}", {}, [("f", F_ARGS), ("f", F_ARGS)]),
+    ("llama3", f"{L} done", {}, [("f", F_ARGS), "done"]),
     ("llama3", f"Hello {L}", {}, [f"Hello {L}"]),
     ("llama3", '{"answer": 1}', {}, ['{"answer": 1}']),
     ("llama3", ' {"name": "f", "parameters": 5} x', {}, [' {"name": "f", "parameters": 5} x']),
