@@ -16,11 +16,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from server.machine_code import make_ready
 from tests.profiles import register
+
+if TYPE_CHECKING:  # imported by those who ask for it
+    from tests.commands.command_line import Tailor
 
 register()
 
@@ -170,6 +174,20 @@ def _no_server_error(request: pytest.FixtureRequest) -> Iterator[None]:
     logger.removeHandler(faults)
     if request.node.get_closest_marker("server_error") is None:
         assert not faults.told, "the server had an internal error"
+
+
+@pytest.fixture
+def tailor(capsys: pytest.CaptureFixture[str]) -> Tailor:
+    """Runs a command line in this process and returns what it printed."""
+    from server.commands.cli import main
+    from tests.commands.command_line import Told
+
+    def run(*words: object, status: int = 0) -> Told:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == status, words
+        return Told(*capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

@@ -1,11 +1,30 @@
-"""The command line as the tests of documents and of help see it."""
+"""The command line: as tests run it, and as those of documents and of help see it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 from server.commands.cli import COMMANDS, OLD_OPTIONS, build_app
+
+
+class Told(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The JSON line that it ended in."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+Tailor = Callable[..., Told]
+"""The fixture `tailor`: its words, which are made text, and the exit status that it must have."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.json_lines import write_lines
 from tests.model.tiny_models import save_tiny
 
 VOCAB_ROWS = 512
@@ -33,6 +34,16 @@ def weightless(tmp_path: Path) -> Path:
     (made / "config.json").write_text(json.dumps(config))
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
     return made
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Short prompts and answers of one form, which a few tokens of their own make much shorter."""
+    lines = [
+        {"prompt": f"{'abcdefgh'[i % 8]}:", "completion": f" !!ok!! {'xy'[i % 2]} ##"}
+        for i in range(60)
+    ]
+    return write_lines(tmp_path / "train.jsonl", lines)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from server.commands.options import Bar
 from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config.yaml_file import MemorySize
 from server.errors import ConfigError
-from tests.commands.command_line import known
+from tests.commands.command_line import Tailor, known
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -44,41 +44,31 @@ def test_every_command_has_an_example_that_parses() -> None:
         assert callable(parse(shlex.split(command.example)[1:])), command.words
 
 
-def test_help_ends_with_the_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tasks", "pack", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+def test_help_ends_with_the_example(tailor: Tailor) -> None:
+    told = " ".join(tailor("tasks", "pack", "--help").out.split())
     assert told.endswith("example: tailor tasks pack configs/tasks/slots.yaml")
     assert "Put a task into one file" in told and "--force" in told
-    assert main(["serve", "--help"]) == 0
-    assert "nf4" not in capsys.readouterr().out, "it is for training"
-    assert main(["fleet", "up", "--help"]) == 0
-    assert re.search("FILE +the cluster.yaml", capsys.readouterr().out)
+    assert "nf4" not in tailor("serve", "--help").out, "it is for training"
+    assert re.search("FILE +the cluster.yaml", tailor("fleet", "up", "--help").out)
 
 
 @pytest.mark.parametrize("words", [[], ["tasks"], ["models"]])
-def test_half_a_command_prints_help_and_fails(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    told = capsys.readouterr()
+def test_half_a_command_prints_help_and_fails(words: list[str], tailor: Tailor) -> None:
+    told = tailor(*words, status=2)
     assert "Usage: tailor" in told.err and not told.out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
-    assert capsys.readouterr().out.strip() == __version__
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == __version__
+def test_version(tailor: Tailor) -> None:
+    assert tailor("version").out.strip() == tailor("--version").out.strip() == __version__
 
 
-def test_names_of_before_still_work_and_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_before_still_work_and_are_not_shown(tailor: Tailor) -> None:
     words = ["run", "--task", "t", "--in", "a.jsonl", "--out=b.jsonl"]
     assert parse(words) is parse(["run", "--task", "t", "--data", "a.jsonl", "-o", "b.jsonl"])
     replay = ["replay", "--drafter", "auto", "--data", "a"]
     assert parse([*replay, "--budget", "4"]) is parse([*replay, "--max-draft-tokens", "4"])
     assert parse(["task", "check", "configs/tasks"]) is parse(["tasks", "check", "configs/tasks"])
-    assert main(["run", "--help"]) == 0
-    assert "--in" not in capsys.readouterr().out.split()
+    assert "--in" not in tailor("run", "--help").out.split()
 
 
 def test_options_that_mean_the_same_have_one_name() -> None:
@@ -183,15 +173,13 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(
     assert says.format(here=tmp_path) in " ".join(capsys.readouterr().err.split())
 
 
-def test_options_of_others_that_change_nothing_are_taken(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_of_others_that_change_nothing_are_taken(tailor: Tailor) -> None:
     """All of them in one command line, in both ways to write a value."""
     pairs = [(name, v) for name, values in TAKEN_OF_OTHERS.items() for v in values or ("hermes",)]
     apart = [word for name, value in pairs for word in ((name, value) if value else (name,))]
     for words in (apart, [f"{name}={value}" if value else name for name, value in pairs]):
-        assert main(["serve", *words, "--model", ""]) == 1
-        assert capsys.readouterr().err.startswith("tailor: --model: it is empty")
+        told = tailor("serve", *words, "--model", "", status=1).err
+        assert told.startswith("tailor: --model: it is empty")
 
 
 @pytest.mark.parametrize("name", TAKEN_OF_OTHERS)
@@ -269,23 +257,18 @@ def test_what_is_left_is_reckoned_by_what_was_done_meanwhile(
     assert (first, second) == ("recording 600 of 1000", "recording 700 of 1000, about 60 s left")
 
 
-def test_completion_knows_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
+def test_completion_knows_commands_and_options(tailor: Tailor) -> None:
+    script = tailor("completion", "bash").out
     assert "max-num-batched-tokens" in script and "bigrams" in script
     assert all(parse(["completion", shell]) for shell in ("zsh", "fish"))
 
 
-def test_no_colour_where_none_is_wanted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, tailor: Tailor) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(["serve", "--help"]) == 0
-    assert "\x1b[3" in capsys.readouterr().out
+    assert "\x1b[3" in tailor("serve", "--help").out
     monkeypatch.setenv("NO_COLOR", "1")
-    assert main(["serve", "--help"]) == 0
-    assert "\x1b[3" not in capsys.readouterr().out
+    assert "\x1b[3" not in tailor("serve", "--help").out
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -310,17 +293,15 @@ def test_a_supervisor_s_signal_leaves_no_scratch_files(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_tasks_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tasks", "check", str(ROOT / "configs" / "tasks")]) == 0
-    assert "extraction" in capsys.readouterr().out
+def test_tasks_check(tmp_path: Path, tailor: Tailor) -> None:
+    check = ["tasks", "check", tmp_path]
+    assert "extraction" in tailor("tasks", "check", ROOT / "configs" / "tasks").out
     (tmp_path / "bad.yaml").write_text("sampling:\n  top_p: 3\n")
-    assert main(["tasks", "check", str(tmp_path)]) == 1
-    assert f"{tmp_path}/bad.yaml:2: sampling.top_p: " in capsys.readouterr().err
+    assert f"{tmp_path}/bad.yaml:2: sampling.top_p: " in tailor(*check, status=1).err
     (tmp_path / "bad.yaml").write_text("model: other\n")
-    assert main(["tasks", "check", str(tmp_path)]) == 0
-    config = str(ROOT / "configs" / "server.yaml")
-    assert main(["tasks", "check", str(tmp_path), "--config", config]) == 1
-    assert "no model 'other'" in capsys.readouterr().err
+    tailor(*check)
+    told = tailor(*check, "--config", ROOT / "configs" / "server.yaml", status=1).err
+    assert "no model 'other'" in told
 
 
 # --- serve's options over server.yaml ---
@@ -413,10 +394,9 @@ def test_engine_options() -> None:
     ],
 )
 def test_what_cannot_be_served_is_one_line_before_anything_is_loaded(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], says: str, tailor: Tailor
 ) -> None:
-    assert main(["serve", *words]) == 1
-    told = capsys.readouterr()
+    told = tailor("serve", *words, status=1)
     assert says in told.err and len(told.err.splitlines()) == 1 and not told.out
 
 
@@ -432,18 +412,14 @@ def test_what_cannot_be_served_is_one_line_before_anything_is_loaded(
     ],
 )
 def test_a_variable_that_cannot_be_is_named(
-    name: str,
-    value: str,
-    command: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, value: str, command: str, monkeypatch: pytest.MonkeyPatch, tailor: Tailor
 ) -> None:
     monkeypatch.setenv(name, value)
     chosen.cache_clear()
-    status = main(command.split())
-    chosen.cache_clear()
-    assert status == 1
-    told = capsys.readouterr().err
+    try:
+        told = tailor(*command.split(), status=1).err
+    finally:
+        chosen.cache_clear()
     assert name in told and value not in told.replace(f"TAILOR_CPU={value}:", "")
     assert len(told.splitlines()) == 1
 

@@ -3,7 +3,6 @@ The bigrams of a model are what it says after every single token."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,11 @@ import pytest
 
 from drafters.corpus import Corpus
 from server import token_bytes
-from server.commands.cli import main
 from server.commands.corpus import take_bigrams
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.commands.command_line import Tailor
 from tests.commands.conftest import VOCAB_ROWS
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.json_lines import write_lines
@@ -30,12 +29,10 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_build_show_and_replay(
-    weightless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weightless: Path, data: Path, tmp_path: Path, tailor: Tailor
 ) -> None:
     output = tmp_path / "task.corpus"
-    arguments = ["--model", str(weightless), "--data", str(data), "-o", str(output)]
-    assert main(["corpus", "build", *arguments]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    figures = tailor("corpus", "build", "--model", weightless, "--data", data, "-o", output).json
     tokenizer = byte_level_tokenizer()
     fingerprint = token_bytes.build(tokenizer, VOCAB_ROWS).fingerprint.hex()
     corpus = Corpus.load(output, fingerprint=fingerprint)
@@ -45,38 +42,33 @@ def test_build_show_and_replay(
     assert first[-1] == 0, "an output ends with the generation config's first EOS id"
     assert tokenizer.decode(first[:-1]) == " answer: yes, town 0"
 
-    assert main(["corpus", "show", str(output), "--model", str(weightless), "--top", "2"]) == 0
-    shown = capsys.readouterr().out
+    shown = tailor("corpus", "show", output, "--model", weightless, "--top", 2).out
     assert "40, " in shown and "K80" in shown and "distinct" in shown
 
     row = {"prompt_ids": [5, 6], "output_ids": first}
     recorded = write_lines(tmp_path / "recorded.jsonl", [row])
-    words = ["--drafter", "mix", "--corpus", str(output), "--data", str(recorded)]
-    assert main(["replay", *words]) == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    words = ["--drafter", "mix", "--corpus", output, "--data", recorded]
+    summary = tailor("replay", *words).json
     assert summary["decode_tokens_per_step"] > 2.0, "the corpus holds this very output"
     for wrong in (["--option", "speed", *words], ["--drafter", "mix", "--data", "none.jsonl"]):
-        assert main(["replay", *wrong]) == 1
-        assert capsys.readouterr().err.startswith("tailor: ")
+        assert tailor("replay", *wrong, status=1).err.startswith("tailor: ")
 
 
 def test_data_without_examples_is_told_and_no_corpus_is_written(
-    weightless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weightless: Path, tmp_path: Path, tailor: Tailor
 ) -> None:
     file, output = tmp_path / "bad.jsonl", tmp_path / "out.corpus"
     file.write_text("\n")
-    arguments = ["--model", str(weightless), "--data", str(file), "-o", str(output)]
-    assert main(["corpus", "build", *arguments]) == 1
-    told = capsys.readouterr().err
+    words = ["--model", weightless, "--data", file, "-o", output]
+    told = tailor("corpus", "build", *words, status=1).err
     assert str(file) in told and "no examples" in told
     assert not output.exists()
 
 
-def test_showing_what_is_no_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_showing_what_is_no_corpus(tmp_path: Path, tailor: Tailor) -> None:
     file = tmp_path / "no.corpus"
     file.write_bytes(b"something else entirely")
-    assert main(["corpus", "show", str(file)]) == 1
-    assert str(file) in capsys.readouterr().err
+    assert str(file) in tailor("corpus", "show", file, status=1).err
 
 
 # --- bigrams ---

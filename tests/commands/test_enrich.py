@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from drafters.corpus import Corpus
-from server.commands.cli import main
 from server.commands.data import FieldOptions, read_task_data
 from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.training.loop import TrainOptions
 from server.types import SpeculationParams
 from server.wiring.engine import build_engine
 from server.wiring.server import plan_server
+from tests.commands.command_line import Tailor
 from tests.engine.requests import finish, ids_of, request_of
 from tests.installed import needs
 from tests.json_lines import write_lines
@@ -28,21 +28,11 @@ from vocab_store.enrichment import Enrichment
 pytestmark = needs("peft")
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    lines = [
-        {"prompt": f"{'abcdefgh'[i % 8]}:", "completion": f" !!ok!! {'xy'[i % 2]} ##"}
-        for i in range(60)
-    ]
-    return write_lines(tmp_path / "train.jsonl", lines)
-
-
 def test_from_data_to_a_served_adapter(
-    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, data: Path, tmp_path: Path, tailor: Tailor
 ) -> None:
-    shared = ["--model", str(folder), "--data", str(data)]
-    assert main(["tasks", "analyze", *shared, "--tokens", "4", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    shared = ["--model", folder, "--data", data]
+    report = tailor("tasks", "analyze", *shared, "--tokens", 4, "--json").json
     assert min(report["ids_per_answer"].values()) < 0.6 * report["ids_per_answer"]["0"]
     assert report["passes"]["base"]["0"] == pytest.approx(report["ids_per_answer"]["0"])
     assert report["passes"]["base"]["4"] < report["passes"]["base"]["0"]
@@ -54,37 +44,31 @@ def test_from_data_to_a_served_adapter(
     assert report["entropies"]["0"]["num"] == 54 * (report["ids_per_answer"]["0"] - 1)
     assert report["words"]["outputs"]["k80"] < 10
 
-    assert main(["tasks", "analyze", *shared, "--tokens", "4", "--details"]) == 0
-    told = capsys.readouterr().out
+    told = tailor("tasks", "analyze", *shared, "--tokens", 4, "--details").out
     assert "are enough" in told and "table 1" in told and "H_2" in told
-    assert main(["tasks", "analyze", *shared, "--tokens", "4"]) == 0
-    assert "H_2" not in capsys.readouterr().out
+    assert "H_2" not in tailor("tasks", "analyze", *shared, "--tokens", 4).out
 
     file = tmp_path / "t.enrichment.json"
-    assert main(["tasks", "enrich", *shared, "--tokens", "4", "-o", str(file)]) == 0
-    printed = capsys.readouterr().out
+    printed = tailor("tasks", "enrich", *shared, "--tokens", 4, "-o", file).out
     enrichment = Enrichment.load(file)
     assert "fewer" in printed and str(file) in printed
     assert 1 <= len(enrichment) <= 4
 
     adapter = tmp_path / "adapter"
-    trained = ["tasks", "train", *shared, "--enrichment", str(file), "-o", str(adapter),
-               "--epochs", "12", "--learning-rate", "0.02", "--rows-learning-rate", "0.05",
-               "--batch-size", "8", "--rank", "4", "--saved-as", "float16"]  # fmt: skip
-    assert main(trained) == 0
-    printed = capsys.readouterr().out
-    assert f"--adapter {adapter}" in printed
+    trained = ["tasks", "train", *shared, "--enrichment", file, "-o", adapter,
+               "--epochs", 12, "--learning-rate", 0.02, "--rows-learning-rate", 0.05,
+               "--batch-size", 8, "--rank", 4, "--saved-as", "float16"]  # fmt: skip
+    assert f"--adapter {adapter}" in tailor(*trained).out
     figures = json.loads((adapter / "training.json").read_text())
     assert figures["nats_after"] < 0.2 * figures["nats_before"]
     stored = load_file(adapter / "adapter_model.safetensors")
     kinds = {name.rpartition(".lora_")[1]: tensor.dtype for name, tensor in stored.items()}
     assert kinds == {".lora_": torch.float16, "": torch.float32}
-    assert main(trained) == 1
-    assert "an adapter is there already" in capsys.readouterr().err
+    assert "an adapter is there already" in tailor(*trained, status=1).err
 
     corpus = tmp_path / "t.corpus"
-    assert main(["corpus", "build", *shared, "--adapter", str(adapter), "-o", str(corpus)]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] < 60 * 0.6 * 11
+    built = tailor("corpus", "build", *shared, "--adapter", adapter, "-o", corpus).json
+    assert built["tokens"] < 60 * 0.6 * 11
     config = ServerConfig(
         models=(ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",)),),
         engine=EngineConfig(max_num_seqs=2, max_num_batched_tokens=64),
@@ -121,58 +105,49 @@ def test_rows_of_a_prompt_are_held_back_together_where_others_are_left(
 
 
 def test_what_was_trained_outlives_a_disk_without_room_for_the_adapter(
-    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tailor: Tailor
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     adapter = tmp_path / "adapter"
-    words = ["tasks", "train", "--model", str(folder), "--data", str(data), "-o", str(adapter),
+    words = ["tasks", "train", "--model", folder, "--data", data, "-o", adapter,
              "--epochs", "0.5", "--rank", "2"]  # fmt: skip
     monkeypatch.setattr(
         "server.training.loop.TrainOptions", partial(TrainOptions, save_every_s=0.0)
     )
     with monkeypatch.context() as disk:
         disk.setattr("server.training.lora.save", full)
-        assert main(words) == 1
-    told = capsys.readouterr().err
+        told = tailor(*words, status=1).err
     assert "No space left" in told and "Steps" in told
-    assert main(words) == 0
-    assert "Steps" not in capsys.readouterr().err, "none is done again"
+    assert "Steps" not in tailor(*words).err, "none is done again"
     assert (adapter / "adapter_model.safetensors").is_file()
     assert not (adapter / "checkpoint.pt").exists()
 
 
 def test_training_without_prompts_or_rows_is_said(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, tailor: Tailor
 ) -> None:
     lines = [{"question": f"q {i}", "completion": "yes"} for i in range(20)]
     lines.append({"question": "q" * 300, "completion": "y" * 300})
-    data = str(write_lines(tmp_path / "d.jsonl", lines))
-    words = ["tasks", "train", "--model", str(folder), "--data", data, "--epochs", "0.1"]
+    data = write_lines(tmp_path / "d.jsonl", lines)
+    words = ["tasks", "train", "--model", folder, "--data", data, "--epochs", "0.1"]
     for options, is_told in (((), True), (("--prompt-field", "question"), False)):
-        assert main([*words, *options, "-o", str(tmp_path / f"a{is_told}")]) == 0
-        told = capsys.readouterr().err
+        told = tailor(*words, *options, "-o", tmp_path / f"a{is_told}").err
         assert ("No row has a prompt (prompt)" in told) == is_told
         assert "1 examples are longer than the model's 256 positions and are left out" in told
 
 
 def test_what_cannot_be_done_is_said(
-    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, data: Path, tmp_path: Path, tailor: Tailor
 ) -> None:
     short = tmp_path / "short.jsonl"
     short.write_text(data.read_text().splitlines()[0] + "\n")
-    out = str(tmp_path / "x.json")
-    shared = ["--model", str(folder)]
-    cases = [
-        (["tasks", "enrich", *shared, "--data", str(short), "-o", out], "20 are needed"),
-        (["tasks", "train", *shared, "--data", str(data), "-o", str(tmp_path / "a"),
-          "--enrichment", str(data)], "no enrichment"),
-        (["tasks", "train", *shared, "--data", str(data), "-o", str(tmp_path / "a"),
-          "--enrichment", str(tmp_path)], f"tailor: {tmp_path}: Is a directory"),
-        (["tasks", "analyze", *shared, "--data", str(tmp_path / "none")], "No such file"),
-    ]  # fmt: skip
-    for words, message in cases:
-        assert main(words) == 1, words
-        assert message in capsys.readouterr().err
+    train = ["train", "--data", data, "-o", tmp_path / "a", "--enrichment"]
+    for words, message in (
+        (["enrich", "--data", short, "-o", tmp_path / "x.json"], "20 are needed"),
+        ([*train, data], "no enrichment"),
+        ([*train, tmp_path], f"tailor: {tmp_path}: Is a directory"),
+        (["analyze", "--data", tmp_path / "none"], "No such file"),
+    ):
+        assert message in tailor("tasks", *words, "--model", folder, status=1).err

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from server.commands.cli import main
 from server.commands.quality import estimate, exact, f1, json_fields, repetition, rouge_l
 from tests.client.test_bulk import answering
+from tests.commands.command_line import Tailor
 from tests.json_lines import write_lines
 
 WORDS = "the quick brown fox jumps over a lazy dog and Rome 42".split()
@@ -70,35 +71,30 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
 
-def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main(["eval", *words, "--json"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    return json.loads(line)
-
-
-def test_a_file_of_answers(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_answers(data: Path, tmp_path: Path, tailor: Tailor) -> None:
     lines: list[dict[str, Any]] = [{"line": i, "text": " Rome", "key": "k"} for i in range(1, 10)]
     lines.append({"line": 10, "error": {"message": "busy"}, "key": "k"})
     answers = write_lines(tmp_path / "answers.jsonl", lines)
-    report = _json(capsys, "--data", str(data), "--answers", str(answers))
+    words = ["eval", "--data", data, "--answers", answers]
+    told = tailor(*words, "--json")
+    assert told.out.count("\n") == 1
+    report = told.json
     assert (report["metric"], report["rows"], report["without_an_answer"]) == ("f1", 10, 1)
     assert report["metrics"]["exact"]["mean"] == 0.4, "rows 2, 4, 6 and 8; 10 has no answer"
-    assert main(["eval", "--data", str(data), "--answers", str(answers)]) == 0
-    told = capsys.readouterr().out
-    assert "10 rows, 1 without an answer count 0" in told and "exact     40.0%" in told
-    assert "data    Paris" in told and "answer   Rome" in told
+    shown = tailor(*words).out
+    assert "10 rows, 1 without an answer count 0" in shown and "exact     40.0%" in shown
+    assert "data    Paris" in shown and "answer   Rome" in shown
 
 
-def test_recordings_are_matched_by_prompt(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recordings_are_matched_by_prompt(data: Path, tmp_path: Path, tailor: Tailor) -> None:
     pairs = [(i, "Rome" if i % 2 else "Paris") for i in range(9, -1, -1)]
     lines = [
         {"prompt_ids": [1], "output_ids": [2], "prompt": f"Town {i}?", "completion": c}
         for i, c in pairs
     ]
     answers = write_lines(tmp_path / "own.jsonl", lines)
-    assert _json(capsys, "--data", str(data), "--answers", str(answers))["score"] == 1.0
+    found = tailor("eval", "--data", data, "--answers", answers, "--json").json
+    assert found["score"] == 1.0
 
 
 @pytest.fixture
@@ -118,43 +114,37 @@ def url() -> Iterator[str]:
 
 
 def test_a_running_server_and_the_task_s_own_metric(
-    url: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url: str, data: Path, tmp_path: Path, tailor: Tailor
 ) -> None:
     tasks = tmp_path / "configs" / "tasks"
     tasks.mkdir(parents=True)
     (tasks / "towns.yaml").write_text("metric: exact\n")
-    report = _json(capsys, "--data", str(data), "--task", "towns", "--url", url)
+    words = ["eval", "--data", data, "--task", "towns", "--url", url, "--json"]
+    report = tailor(*words).json
     assert (report["metric"], report["score"]) == ("exact", 0.5)
-    chosen = _json(capsys, "--data", str(data), "--task", "towns", "--url", url, "--limit", "1",
-                   "--metric", "rouge_l")  # fmt: skip
+    chosen = tailor(*words, "--limit", 1, "--metric", "rouge_l").json
     assert (chosen["metric"], chosen["rows"], chosen["score"]) == ("rouge_l", 1, 0.0)
 
 
-def test_why_the_server_refuses_rows_is_told_once(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused: tuple[int, dict[str, str], Any] = (
-        400,
-        {},
-        {"error": {"message": "too long"}},
-    )
+def test_why_the_server_refuses_rows_is_told_once(data: Path, tailor: Tailor) -> None:
+    refused: tuple[int, dict[str, str], Any] = (400, {}, {"error": {"message": "too long"}})
     with answering(lambda *_: refused) as (url, _):
-        assert main(["eval", "--data", str(data), "--task", "towns", "--url", url]) == 0
-    told = capsys.readouterr()
+        told = tailor("eval", "--data", data, "--task", "towns", "--url", url)
     assert "10 rows, 10 without an answer count 0" in told.out
     assert told.err.count("is refused: too long") == 1
 
 
-def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_and_messages(url: str, tmp_path: Path, tailor: Tailor) -> None:
     table = tmp_path / "test.csv"
     table.write_text('question,answer\n"Where, then?",Rome\nAnd now?,Paris\n')
-    words = ["--task", "t", "--url", url, "--prompt-field", "question", "--field", "answer"]
-    assert _json(capsys, "--data", str(table), *words)["score"] == 0.5
+    words = ["eval", "--task", "t", "--url", url, "--json", "--data"]
+    fields = ["--prompt-field", "question", "--field", "answer"]
+    assert tailor(*words, table, *fields).json["score"] == 0.5
     # As OpenAI's files of examples have it, and pandas.
     turns = [{"role": "user", "content": "Where?", "weight": 0, "name": float("nan")},
              {"role": "assistant", "content": "Rome", "weight": 1}]  # fmt: skip
     chat = write_lines(tmp_path / "chat.jsonl", [{"messages": turns}])
-    assert _json(capsys, "--data", str(chat), "--task", "t", "--url", url)["score"] == 1.0
+    assert tailor(*words, chat).json["score"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -166,22 +156,15 @@ def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("a.jsonl", '{"prompt": "x", "completion": "y"}\n', "give --answers FILE, or --task"),
     ],
 )
-def test_bad_data_is_told(
-    name: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import re
-
+def test_bad_data_is_told(name: str, text: str, told: str, tmp_path: Path, tailor: Tailor) -> None:
     file = tmp_path / name
     file.write_text(text)
-    assert main(["eval", "--data", str(file)]) == 1
-    assert re.search(told, capsys.readouterr().err)
+    assert re.search(told, tailor("eval", "--data", file, status=1).err)
 
 
 def test_parquet_without_pyarrow_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tailor: Tailor
 ) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert main(["eval", "--data", str(tmp_path / "a.parquet"), "--task", "t"]) == 1
-    assert "pip install pyarrow" in capsys.readouterr().err
+    words = ["eval", "--data", tmp_path / "a.parquet", "--task", "t"]
+    assert "pip install pyarrow" in tailor(*words, status=1).err

@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from server.commands.cli import main
 from server.commands.enrich import export_model, give_rows
 from server.datasets import open_table
 from server.model.loader import build_module, open_model
+from tests.commands.command_line import Tailor
 from tests.installed import needs
-from tests.json_lines import write_lines
 from vocab_store.enrichment import Enrichment
 
 pytestmark = needs("peft")
@@ -43,20 +41,15 @@ def test_tokens_become_added_tokens(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs[..., ids], want[..., list(enrichment.ids)])
 
 
-def test_enrich_writes_an_export(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [{"prompt": "a:", "completion": f" !!ok!! {'xy'[i % 2]} ##"} for i in range(60)]
-    data = write_lines(tmp_path / "train.jsonl", lines)
-    command = ["tasks", "enrich", "--model", str(folder), "--data", str(data), "--tokens", "4"]
-    command += ["-o", str(tmp_path / "e.json"), "--export", str(tmp_path / "out")]
-    assert main([*command, "--reads-prompts"]) == 0
+def test_enrich_writes_an_export(folder: Path, data: Path, tmp_path: Path, tailor: Tailor) -> None:
+    command = ["tasks", "enrich", "--model", folder, "--data", data, "--tokens", 4]
+    command += ["-o", tmp_path / "e.json", "--export", tmp_path / "out"]
+    assert str(tmp_path / "out") in tailor(*command, "--reads-prompts").out
     assert Enrichment.load(tmp_path / "e.json").prompts
-    assert str(tmp_path / "out") in capsys.readouterr().out
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert len(tokenizer) == model.config.vocab_size > 128
     assert len(tokenizer.encode(" !!ok!! x ##")) < len(" !!ok!! x ##")
     data.unlink()
-    assert main(command) == 1, "told before the data is read"
-    assert capsys.readouterr().err.endswith(f"tailor: {tmp_path / 'out'}: is not empty\n")
+    told = tailor(*command, status=1).err
+    assert told.endswith(f"tailor: {tmp_path / 'out'}: is not empty\n"), "before the data is read"

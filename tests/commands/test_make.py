@@ -25,6 +25,7 @@ from server.config import EngineConfig, ModelConfig, ServerConfig, load_task
 from server.datasets import Turn
 from server.wiring.server import plan_server
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.commands.command_line import Tailor
 from tests.installed import needs
 from vocab_store.enrichment import Enrichment
 
@@ -81,7 +82,7 @@ class _ColdProducts:
 
 
 def test_the_price_of_a_training_is_that_of_a_warm_machine(
-    folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tailor: Tailor
 ) -> None:
     import torch
 
@@ -91,9 +92,9 @@ def test_the_price_of_a_training_is_that_of_a_warm_machine(
         return _ColdProducts() if size == (512, 512) else ones(*size, **more)
 
     monkeypatch.setattr(torch, "ones", made)
-    words = ["tasks", "make", str(data), "--name", "c", "--model", str(folder)]
-    assert main([*words, "--epochs", "1000", "--plan"]) == 0
-    (line,) = (row for row in capsys.readouterr().out.splitlines() if " train " in row)
+    words = ["tasks", "make", data, "--name", "c", "--model", folder]
+    told = tailor(*words, "--epochs", 1000, "--plan").out
+    (line,) = (row for row in told.splitlines() if " train " in row)
     assert re.search(r" about \d+ s ", line), "of the first product it would be minutes"
 
 
@@ -172,35 +173,32 @@ def _full(_: object) -> None:
 
 def test_from_a_file_to_a_served_task(
     folder: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tailor: Tailor, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     output, work = tmp_path / "tasks" / "codes.yaml", tmp_path / "tasks" / "codes.make"
-    words = ["tasks", "make", str(data), "--name", "codes", "-o", str(output), "--model",
-             str(folder), "--epochs", "20", "--learning-rate", "0.02", "--rows-learning-rate",
-             "0.05", "--batch-size", "8", "--rank", "4", "--even-if-busy"]  # fmt: skip
-    assert main([*words, "--plan"]) == 0
-    plan = capsys.readouterr().out
+    words = ["tasks", "make", data, "--name", "codes", "-o", output, "--model", folder,
+             "--epochs", 20, "--learning-rate", 0.02, "--rows-learning-rate", 0.05,
+             "--batch-size", 8, "--rank", 4, "--even-if-busy"]  # fmt: skip
+    parts = [*words, "--skip", "tune", "--skip", "evaluate"]
+    plan = tailor(*words, "--plan").out
     assert "'question' to 'answer'; 81 to learn from, 9 to judge by" in plan and "in all" in plan
     assert not output.parent.exists(), "a plan writes nothing"
     request.getfixturevalue("priced")
 
     # The first file is there as soon as the data is read, and is the base model's.
-    assert main([*words, "--skip", "train", "--skip", "tune", "--skip", "evaluate"]) == 0
+    tailor(*parts, "--skip", "train")
     first = load_task(output)
     assert (first.metric, first.speculation.drafter) == ("exact", "auto")
     assert "--adapter" not in output.read_text()
     base = Corpus.load(str(first.speculation.corpus), fingerprint=None)
     assert base.num_documents == 81, "what is held out is in no corpus"
-    capsys.readouterr()
 
     # Once there is an adapter, it is the adapter's, its corpus in the ids that this one writes.
     adapter = work / "adapter"
     with monkeypatch.context() as stopped:
         stopped.setattr("server.commands.corpus.corpus_of", _interrupted_with_an_adapter)
-        assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 130
-    assert "Steps" in capsys.readouterr().err
-    assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 0
-    told = capsys.readouterr().err
+        assert "Steps" in tailor(*parts, status=130).err
+    told = tailor(*parts).err
     assert "codes: analyze" not in told and "Steps" not in told, "that is done"
     assert f"# Serve: tailor serve --model {folder} --adapter {adapter}" in output.read_text()
     assert 0 < len(Enrichment.load(adapter / "enrichment.json")) <= 50
@@ -217,10 +215,9 @@ def test_from_a_file_to_a_served_task(
     before = (adapter / "adapter_model.safetensors").stat().st_mtime_ns
     with monkeypatch.context() as stopped:
         stopped.setattr("server.commands.tune.vocabulary", _interrupted_at_the_vocabulary)
-        assert main(words) == 130
+        tailor(*words, status=130)
     assert "# Not whole" in output.read_text() and load_task(output).metric == "exact"
-    assert main(words) == 0
-    assert "codes: train" not in capsys.readouterr().err
+    assert "codes: train" not in tailor(*words).err
     text = output.read_text()
     assert text.startswith("# Made by `tailor tasks tune`") and "# Serve: " in text
     assert "# Evaluated on 9 rows that were held out: exact 100.0%" in text
@@ -230,13 +227,12 @@ def test_from_a_file_to_a_served_task(
     assert int(right) >= 90, "as text, whatever ids it is in"
 
     # Nothing is made twice; what depends on a changed option is.
-    assert main(words) == 0
-    assert "codes:" not in capsys.readouterr().err
+    assert "codes:" not in tailor(*words).err
     assert (adapter / "adapter_model.safetensors").stat().st_mtime_ns == before
 
     def done(*more: str) -> set[str]:
-        assert main([*words, *more, "--plan"]) == 0
-        return set(re.findall(r"^  \d (\w+) +done", capsys.readouterr().out, re.MULTILINE))
+        told = tailor(*words, *more, "--plan").out
+        return set(re.findall(r"^  \d (\w+) +done", told, re.MULTILINE))
 
     for told_of in ("--limit=50", "--description=of codes", "--served-model-name=m"):
         assert done(told_of) == {"analyze", "enrich", "train"}
@@ -257,15 +253,14 @@ def test_from_a_file_to_a_served_task(
     assert done() == set(), "what was made of other weights"
     weights.write_bytes(kept)
     with AnswerFile(output):
-        assert main(words) == 1
-    assert f"{output}: another run is writing to it" in capsys.readouterr().err
+        assert f"{output}: another run is writing to it" in tailor(*words, status=1).err
     corpus = output.with_suffix(".corpus")
     for left in (output, corpus):
         left.unlink()
-        assert main([*words, "--skip", "tune", "--skip", "evaluate"]) == 0
+        tailor(*parts)
         assert f"--adapter {adapter}" in output.read_text() and corpus.exists()
     for without in (["--skip", "train"], []):
-        assert main([*words, "--skip", "tune", "--skip", "evaluate", *without]) == 0
+        tailor(*parts, *without)
         is_own = Corpus.load(str(corpus), fingerprint=None).fingerprint == own.fingerprint
         assert is_own == ("--adapter" in output.read_text()) == (not without)
 
@@ -274,16 +269,15 @@ def test_from_a_file_to_a_served_task(
     plan_server(ServerConfig(models=(model,), engine=EngineConfig()), tasks, {"m": folder})
 
     # What was stopped before the old adapter was away does not take it for its own.
-    other = [*words, "--seed", "2", "--max-examples", "8", "--skip", "tune", "--skip", "evaluate"]
+    other = [*parts, "--seed", 2, "--max-examples", 8]
     with monkeypatch.context() as stopped:
         stopped.setattr(
             "server.commands.make.shutil", SimpleNamespace(rmtree=_interrupted_at_the_adapter)
         )
-        assert main(other) == 130
-    assert main(other) == 0
+        tailor(*other, status=130)
+    tailor(*other)
     assert json.loads((adapter / "training.json").read_text())["seed"] == 2
     (work / "made.json").unlink()
-    capsys.readouterr()
     assert done() == set(), "stopped behind the first file, and not refused for it"
 
 
@@ -298,17 +292,16 @@ def test_from_a_file_to_a_served_task(
 )
 def test_prompts_are_read_in_own_tokens_where_that_shortens_them(
     shared: str, more: list[str], reads: bool, folder: Path, data: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tailor: Tailor,
 ) -> None:  # fmt: skip
     head, *rows = data.read_text().splitlines()
     data.write_text("\n".join([head, *(shared + row for row in rows)]))
-    words = ["tasks", "make", str(data), "--name", "c", "-o", str(tmp_path / "c.yaml"), *more,
-             "--model", str(folder), "--max-examples", "8", "--skip", "tune", "--skip",
-             "evaluate"]  # fmt: skip
+    words = ["tasks", "make", data, "--name", "c", "-o", tmp_path / "c.yaml", *more,
+             "--model", folder, "--max-examples", 8, "--skip", "tune",
+             "--skip", "evaluate"]  # fmt: skip
     told = []
     for only_plan in (["--plan"], [], ["--plan"]):
-        assert main([*words, *only_plan]) == 0
-        out = capsys.readouterr().out
+        out = tailor(*words, *only_plan).out
         told.append(next(line for line in out.splitlines() if " enrich " in line))
     assert Enrichment.load(tmp_path / "c.make/adapter/enrichment.json").prompts is reads
     assert ("prompts read in them, if that pays" in told[0]) == (not more)
@@ -343,7 +336,7 @@ def test_plain_prompts_are_asked_as_chats_where_answers_are_likelier_there(
 
 
 def test_too_few_rows_for_tokens_are_said_with_the_number_wanted(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, tailor: Tailor
 ) -> None:
     data = tmp_path / "few.csv"
     # Words without a common pair of letters, each in 8 rows.
@@ -352,17 +345,16 @@ def test_too_few_rows_for_tokens_are_said_with_the_number_wanted(
         table = csv.writer(out)
         table.writerow(["question", "answer"])
         table.writerows([f"#{i}:", words[i % 8]] for i in range(64))
-    words_of = ["tasks", "make", str(data), "--name", "few", "-o", str(tmp_path / "few.yaml")]
-    assert main([*words_of, "--model", str(folder), "--plan"]) == 0
-    (line,) = (row for row in capsys.readouterr().out.splitlines() if " enrich " in row)
+    words_of = ["tasks", "make", data, "--name", "few", "-o", tmp_path / "few.yaml"]
+    told = tailor(*words_of, "--model", folder, "--plan").out
+    (line,) = (row for row in told.splitlines() if " enrich " in row)
     assert "left out" in line and "too few rows for tokens" in line
     assert "learned from 10 answers, about 116 rows are wanted" in line
 
 
 def test_what_cannot_be_made_is_said(
-    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    folder: Path, data: Path, tmp_path: Path, tailor: Tailor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     short, output = tmp_path / "short.csv", tmp_path / "t.yaml"
     short.write_text("\n".join(data.read_text().splitlines()[:20]))
     same = tmp_path / "same.csv"
@@ -372,24 +364,24 @@ def test_what_cannot_be_made_is_said(
     chats, turn = tmp_path / "chats.jsonl", '{"role": "user", "content": "a"}, '
     line = '{"messages": [' + turn + turn.replace("user", "assistant")[:-2] + "]}\n"
     chats.write_text(line.replace('"a"', '"%d"', 1) * 60 % (*range(60),))
-    shared = ["--name", "t", "-o", str(output), "--model", str(folder)]
-    cases = [
-        ([str(chats), "--skip", "train"], "chats.jsonl:1: messages: the model has no chat templ"),
-        ([str(short)], "19 rows; 50 are needed"),
-        ([str(same)], "60 rows; 50 are needed, most of them with a prompt of their own"),
-        ([str(nameless)], "d.csv:2: completion: is missing (there are: question, reply)"),
-        ([str(data), "--weights", "int4"], "merged and rounded"),
-        ([str(data), "--device", "cuda:99"], "device cuda:99: "),
-        ([str(data), "--adapter", str(tmp_path)], "holds no adapter_config.json"),
-        ([str(tmp_path / "no.csv")], "No such file"),
-    ]
-    for words, message in cases:
-        assert main(["tasks", "make", *words, *shared]) == 1, words
-        assert message in capsys.readouterr().err
+
+    def says(*words: object) -> str:
+        shared = ("--name", "t", "-o", output, "--model", folder)
+        return tailor("tasks", "make", *words, *shared, status=1).err
+
+    for words, message in (
+        ((chats, "--skip", "train"), "chats.jsonl:1: messages: the model has no chat templ"),
+        ((short,), "19 rows; 50 are needed"),
+        ((same,), "60 rows; 50 are needed, most of them with a prompt of their own"),
+        ((nameless,), "d.csv:2: completion: is missing (there are: question, reply)"),
+        ((data, "--weights", "int4"), "merged and rounded"),
+        ((data, "--device", "cuda:99"), "device cuda:99: "),
+        ((data, "--adapter", tmp_path), "holds no adapter_config.json"),
+        ((tmp_path / "no.csv",), "No such file"),
+    ):
+        assert message in says(*words)
     output.write_text("name: t\n")
-    assert main(["tasks", "make", str(data), *shared]) == 1
-    assert "--force" in capsys.readouterr().err
+    assert "--force" in says(data)
     assert not (tmp_path / "t.make").exists()
     monkeypatch.setattr("server.commands.make._Make._write_parts", _full)
-    assert main(["tasks", "make", str(data), *shared, "--force"]) == 1
-    assert f"tailor: {output}: No space left" in capsys.readouterr().err
+    assert f"tailor: {output}: No space left" in says(data, "--force")

@@ -11,6 +11,7 @@ import pytest
 
 from server.commands.cli import main
 from server.config import load_task
+from tests.commands.command_line import Tailor
 
 
 @pytest.fixture
@@ -28,40 +29,31 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_a_task_travels_whole(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tasks", "pack", str(task)]) == 0
-    told = capsys.readouterr().out
+def test_a_task_travels_whole(task: Path, tmp_path: Path, tailor: Tailor) -> None:
+    told = tailor("tasks", "pack", task).out
     assert "written: slots.tailor-task (slots.yaml, slots.corpus, slots.vocab)" in told
     assert "next: tailor tasks unpack slots.tailor-task" in told
     there = tmp_path / "there"
-    assert main(["tasks", "unpack", "slots.tailor-task", "--tasks", str(there)]) == 0
-    assert f"next: tailor tasks check {there}" in capsys.readouterr().out
+    unpack = ["tasks", "unpack", "slots.tailor-task", "--tasks", there]
+    assert f"next: tailor tasks check {there}" in tailor(*unpack).out
     for name in ("slots.yaml", "slots.corpus", "slots.vocab"):
         assert (there / name).read_bytes() == (task.parent / name).read_bytes()
     assert (there / "slots.corpus").stat().st_mode & 0o044, "a service of another user reads it"
     assert load_task(there / "slots.yaml").speculation.corpus == str(there / "slots.corpus")
-    assert main(["tasks", "unpack", "slots.tailor-task", "--tasks", str(there)]) == 1
-    assert "is there already; --force" in capsys.readouterr().err
+    assert "is there already; --force" in tailor(*unpack, status=1).err
     first = (tmp_path / "slots.tailor-task").read_bytes()
-    assert main(["tasks", "pack", str(task), "--force"]) == 0
-    assert "adapter" not in capsys.readouterr().out
+    assert "adapter" not in tailor("tasks", "pack", task, "--force").out
     assert (tmp_path / "slots.tailor-task").read_bytes() == first, "equal tasks, equal files"
     task.write_text(f"# Serve: tailor serve --adapter slots.make/adapter\n{task.read_text()}")
-    assert main(["tasks", "pack", str(task), "--force"]) == 0
-    assert "not in it: the adapter; carry its folder, too (tailor serve" in capsys.readouterr().out
+    told = tailor("tasks", "pack", task, "--force").out
+    assert "not in it: the adapter; carry its folder, too (tailor serve" in told
 
 
-def test_what_lies_elsewhere_or_nowhere_is_told(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_lies_elsewhere_or_nowhere_is_told(task: Path, tmp_path: Path, tailor: Tailor) -> None:
     (task.parent / "slots.vocab").rename(tmp_path / "slots.vocab")
-    assert main(["tasks", "pack", str(task)]) == 1
-    assert "no file" in capsys.readouterr().err
+    assert "no file" in tailor("tasks", "pack", task, status=1).err
     task.write_text(task.read_text().replace("slots.vocab", "../slots.vocab"))
-    assert main(["tasks", "pack", str(task)]) == 1
-    assert "lies elsewhere; put it beside" in capsys.readouterr().err
+    assert "lies elsewhere; put it beside" in tailor("tasks", "pack", task, status=1).err
     assert not list(tmp_path.glob("*.tailor-task"))
 
 
@@ -78,16 +70,16 @@ def _changed(packed: Path, name: str, data: bytes, **manifest: object) -> None:
 
 
 def test_damage_and_foreign_paths_are_refused(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    task: Path, tmp_path: Path, tailor: Tailor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed, there = tmp_path / "slots.tailor-task", tmp_path / "there"
 
     def says() -> str:
-        assert main(["tasks", "unpack", str(packed), "--tasks", str(there)]) == 1
+        told = tailor("tasks", "unpack", packed, "--tasks", there, status=1).err
         assert not there.exists()
-        return capsys.readouterr().err
+        return told
 
-    assert main(["tasks", "pack", str(task)]) == 0
+    tailor("tasks", "pack", task)
     whole = packed.read_bytes()
     _changed(packed, "slots.corpus", b"another one")
     assert "slots.corpus is damaged" in says()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import closing, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from server.engine.plan import EngineSettings
 from server.model.build import RunnerSpec, build_runner
 from server.model.cpu.runner import CpuRunner
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
+from tests.commands.command_line import Tailor
 from tests.engine.requests import finish, ids_of
 
 # Whoever finds a prior drafts from it.
@@ -105,50 +106,46 @@ def test_it_drafts_and_changes_no_text(shallow: Path, file: Path) -> None:
 def test_an_engine_reads_what_was_made_and_does_without_what_is_damaged(
     shallow: Path, file: Path
 ) -> None:
-    options = ModelOptions(model=str(shallow), threads=1)
-    speculation = SpeculationParams("auto", 8)
-    with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
-        made = engine.drafters.resolve("t", speculation)
-        assert isinstance(made, AutoDrafter) and made.prior is not None
-        off = SpeculationParams("auto", 8, options=(("auto.prior", 0),))
-        without = engine.drafters.resolve("t", off)
-        assert isinstance(without, AutoDrafter) and without.prior is None
+    @contextmanager
+    def started() -> Iterator[Engine]:
+        with Bar() as bar, own_engine(ModelOptions(model=str(shallow), threads=1), bar, ()) as made:
+            yield made[1]
+
+    def has_prior(engine: Engine, **options: int) -> bool:
+        asked = SpeculationParams("auto", 8, tuple((f"auto.{k}", v) for k, v in options.items()))
+        drafter = engine.drafters.resolve("t", asked)
+        assert isinstance(drafter, AutoDrafter)
+        return drafter.prior is not None
+
+    with started() as engine:
+        assert has_prior(engine) and not has_prior(engine, prior=0)
     whole = file.read_bytes()
     file.unlink()
-    with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
-        made = engine.drafters.resolve("t", speculation)
-        assert isinstance(made, AutoDrafter) and made.prior is None
+    with started() as engine:
+        assert not has_prior(engine)
         file.write_bytes(whole)  # it is made beside the engine
         engine.controls["drafters_reload"](None)
-        made = engine.drafters.resolve("t", speculation)
-        assert isinstance(made, AutoDrafter) and made.prior is not None
+        assert has_prior(engine)
     file.write_bytes(whole[:-64])
-    with Bar() as bar, own_engine(options, bar, ()) as (_, engine):
-        made = engine.drafters.resolve("t", speculation)
-        assert isinstance(made, AutoDrafter) and made.prior is None
+    with started() as engine:
+        assert not has_prior(engine)
     file.write_bytes(whole)
 
 
-def test_text_that_is_given(
-    shallow: Path, own_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_that_is_given(shallow: Path, own_cache: Path, tmp_path: Path, tailor: Tailor) -> None:
     file = tmp_path / "text.txt"
     file.write_text("One line of text.\n\nAnother line, a little longer than the first.\n" * 8)
-    command = ["models", "prior", str(shallow), "--threads", "1", "--steps", "4"]
-    assert main([*command, "--text", str(file)]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] > 0
+    command = ["models", "prior", shallow, "--threads", 1, "--steps", 4, "--text"]
+    assert tailor(*command, file).json["tokens"] > 0
     (made,) = (own_cache / "priors").iterdir()
     digest = made.name.partition("-")[0]
     older, others = (f"{digest}.prior", f"{digest}-1.prior"), (f"{digest}-10.prior", "0.prior")
     for name in (*older, *others):
         (own_cache / "priors" / name).touch()
-    assert main([*command, "--text", str(file)]) == 0
+    tailor(*command, file)
     kept = {one.name for one in (own_cache / "priors").iterdir()}
     assert kept == {made.name, *others}, "of older formats nothing stays"
-    capsys.readouterr()
     file.write_text("a")
-    assert main([*command, "--text", str(file)]) == 1
-    assert "too short" in capsys.readouterr().err
-    assert main([*command, "--text", str(tmp_path / "none")]) == 1
-    told = capsys.readouterr().err
+    assert "too short" in tailor(*command, file, status=1).err
+    told = tailor(*command, tmp_path / "none", status=1).err
     assert told == f"tailor: {tmp_path / 'none'}: No such file or directory\n", "no model is loaded"

@@ -18,7 +18,6 @@ import pytest
 
 from drafters.corpus import Corpus
 from server import token_bytes
-from server.commands.cli import main
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, Taken, best_of, corpus_fit, within
 from server.commands.tune_data import Progress, RecordOptions, TaskFile, Tuning, is_held
@@ -32,6 +31,7 @@ from server.machine import OtherProcesses
 from server.types import SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.commands.command_line import Tailor
 from tests.commands.fixed_cost import fixed_cost
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -495,17 +495,14 @@ def test_a_busy_machine_decides_nothing(
 
 
 @pytest.fixture
-def run(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Any]:
+def run(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tailor: Tailor) -> Callable[..., Any]:
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tiny_folder.parent / "tuned"))
     monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
     def run(*words: str, status: int = 0) -> Any:
         """A command with the tiny model: its last line's JSON, or what it says of its failure."""
-        assert main([*words, "--model", str(tiny_folder)]) == status
-        out, err = capsys.readouterr()
-        return err if status else json.loads(out.splitlines()[-1])
+        told = tailor(*words, "--model", tiny_folder, status=status)
+        return told.err if status else told.json
 
     return run
 

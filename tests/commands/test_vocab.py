@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from server import token_bytes
-from server.commands.cli import main
 from server.model.loader import eos_token_ids
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.commands.command_line import Tailor
 from tests.commands.conftest import VOCAB_ROWS
 from tests.json_lines import write_lines
 from vocab_store.errors import VocabStoreError
@@ -34,14 +34,10 @@ def data(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "train.jsonl", rows)
 
 
-def test_profile_and_show(
-    weightless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profile_and_show(weightless: Path, data: Path, tmp_path: Path, tailor: Tailor) -> None:
     out, edge = tmp_path / "task.vocab", tmp_path / "edge"
-    arguments = ["--model", str(weightless), "--data", str(data), "-o", str(out)]
-    arguments += ["--language", "en", "--export-edge-llm", str(edge)]
-    assert main(["vocab", "profile", *arguments]) == 0
-    told = capsys.readouterr()
+    words = ["--model", weightless, "--data", data, "-o", out, "--language", "en"]
+    told = tailor("vocab", "profile", *words, "--export-edge-llm", edge)
     assert "tokenize 20" in told.err.splitlines() and "count 18" in told.err.splitlines()
     assert "held-out documents 2 " in told.out and "100.00 % of tokens" in told.out
 
@@ -51,14 +47,13 @@ def test_profile_and_show(
     made = VocabProfile.load(out, fingerprint=tokens.fingerprint, required=required)
     kept = load_file(str(edge / "vocab_map.safetensors"))["vocab_map"]
     assert kept.tolist() == made.slice.ids.tolist()
-    assert main(["vocab", "show", str(out)]) == 0
-    shown = capsys.readouterr().out
+    shown = tailor("vocab", "show", out).out
     assert made.version in shown and '"languages": ["en"]' in shown
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_fields_and_forms_of_data_make_the_same_profile(
-    weightless: Path, data: Path, tmp_path: Path, form: str
+    weightless: Path, data: Path, tmp_path: Path, form: str, tailor: Tailor
 ) -> None:
     """--field and --prompt-field, on CSV and Parquet, as everywhere."""
     file = tmp_path / f"other.{form}"
@@ -72,39 +67,35 @@ def test_fields_and_forms_of_data_make_the_same_profile(
         parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
         table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
         parquet.write_table(table, file)
-    common = ["vocab", "profile", "--model", str(weightless)]
-    fields = ["--field", "answer", "--prompt-field", "question"]
+    common = ["vocab", "profile", "--model", weightless]
     one, other = tmp_path / "one.vocab", tmp_path / "other.vocab"
-    assert main([*common, "--data", str(data), "-o", str(one)]) == 0
-    words = ["--data", str(file), "--heldout", str(file), *fields]
-    assert main([*common, "--data", str(file), *fields, "-o", str(other)]) == 0
+    words = ["--data", file, "--field", "answer", "--prompt-field", "question", "-o", other]
+    tailor(*common, "--data", data, "-o", one)
+    tailor(*common, *words)
     assert other.read_bytes() == one.read_bytes()
-    assert main([*common, *words, "-o", str(other)]) == 0
+    tailor(*common, *words, "--heldout", file)
 
 
-def test_errors_name_the_file(
-    weightless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def says(*words: str) -> str:
-        assert main(["vocab", *words]) == 1
-        return capsys.readouterr().err
+def test_errors_name_the_file(weightless: Path, data: Path, tmp_path: Path, tailor: Tailor) -> None:
+    def says(*words: object) -> str:
+        return tailor("vocab", *words, status=1).err
 
-    start = ["profile", "--model", str(weightless), "-o", str(tmp_path / "out.vocab"), "--data"]
-    assert "nothing.jsonl: No such file" in says(*start, str(tmp_path / "nothing.jsonl"))
+    start = ["profile", "--model", weightless, "-o", tmp_path / "out.vocab", "--data"]
+    assert "nothing.jsonl: No such file" in says(*start, tmp_path / "nothing.jsonl")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n')
-    assert "bad.jsonl:1: completion: is missing (there are: prompt)" in says(*start, str(bad))
-    told = says(*start, str(data), "--field", "answer")
+    assert "bad.jsonl:1: completion: is missing (there are: prompt)" in says(*start, bad)
+    told = says(*start, data, "--field", "answer")
     assert "train.jsonl:1: answer: is missing (there are: prompt, completion)" in told
-    assert "--block needs --language" in says(*start, str(data), "--block", "Thai")
-    assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
-    assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
+    assert "--block needs --language" in says(*start, data, "--block", "Thai")
+    assert "xx-unknown" in says(*start, data, "--language", "xx-unknown")
+    assert "bad.jsonl: not a vocabulary profile" in says("show", bad)
     assert not (tmp_path / "out.vocab").exists()
     ids = np.arange(4, dtype=np.int32)
     VocabProfile(VocabSlice(ids, 4), ids[:0], np.zeros(0, np.float32)).save(bad)
-    assert "the manifest holds no report" in says("show", str(bad))
+    assert "the manifest holds no report" in says("show", bad)
     (weightless / "config.json").unlink()
-    assert f"{weightless}/config.json: No such file" in says(*start, str(data))
+    assert f"{weightless}/config.json: No such file" in says(*start, data)
     (weightless / "config.json").write_text("{}")
     with pytest.raises(VocabStoreError, match="lacks hidden_size"):
         model_facts(weightless)

@@ -24,11 +24,11 @@ import psutil
 import pytest
 
 from loadtest.fleet import starts_alone
-from server.commands.cli import main
 from server.fleet import local
 from server.fleet.far_engine import ReplicaLostError
 from server.fleet.parts import FleetParts
 from server.fleet.routing import Job
+from tests.commands.command_line import Tailor
 from tests.fleet.ray_parts import CALM, free_port
 from tests.installed import needs
 from tests.setup.pages import DOCS, ROOT
@@ -59,10 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_file: Path) -> Path:
     return folder
 
 
-def test_the_page_s_file_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_s_file_is_checked(folder: Path, tailor: Tailor) -> None:
     assert "tailor fleet check cluster.yaml" in PAGE
-    assert main(["fleet", "check", str(folder / "cluster.yaml")]) == 0
-    told = capsys.readouterr().out
+    told = tailor("fleet", "check", folder / "cluster.yaml").out
     assert "tiny: 1 replica, each with 0.5 cores" in told and "Ray: started here" in told
     assert f"travel of slots; they lie in {folder / 'learned'}" in told
 
@@ -81,13 +80,12 @@ def test_the_page_s_file_is_checked(folder: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_a_problem_names_file_line_and_key(
-    folder: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
+    folder: Path, tailor: Tailor, text: str, problem: str
 ) -> None:
     bad = folder / "bad"
     bad.mkdir(exist_ok=True)
     (bad / "cluster.yaml").write_text(text.replace("server.yaml", "../server.yaml"))
-    assert main(["fleet", "check", str(bad / "cluster.yaml")]) == 1
-    assert problem in capsys.readouterr().err
+    assert problem in tailor("fleet", "check", bad / "cluster.yaml", status=1).err
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +235,7 @@ def test_a_signal_ends_a_fleet_that_still_makes_its_model(
 
 @needs("ray")
 def test_a_ray_that_does_not_start_is_told_in_a_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tailor: Tailor
 ) -> None:
     """A node that starts late raises a plain Exception."""
     import ray
@@ -249,8 +247,8 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(
     monkeypatch.setattr(FleetParts, "prepare", lambda _: None)
     monkeypatch.setattr(local, "_catch", lambda *_: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert main(["fleet", "up", str(folder / "cluster.yaml")]) == 1
-    assert "Ray could not be reached or started: The current node timed" in capsys.readouterr().err
+    told = tailor("fleet", "up", folder / "cluster.yaml", status=1).err
+    assert "Ray could not be reached or started: The current node timed" in told
 
 
 def test_ray_ends_where_serve_does_not(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,21 @@ import pytest
 from loadtest import figures
 from tests.json_lines import write_lines
 
+Ended = Callable[..., dict[str, Any]]
+"""The fixture `ended`: a program's main, its words, which are made text, and its exit status."""
 
-def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The JSON line that a program ended in."""
-    result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    return result
+
+@pytest.fixture
+def ended(capsys: pytest.CaptureFixture[str]) -> Ended:
+    """Runs a program and returns the JSON line that it ended in."""
+
+    def run(main: Callable[[list[str]], int], *words: object, status: int = 0) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == status, words
+        result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        return result
+
+    return run
 
 
 def write_sets(folder: Path, num: int, rows: Mapping[str, Callable[[int], Any]]) -> Path:

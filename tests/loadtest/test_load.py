@@ -15,16 +15,14 @@ import pytest
 from loadtest import cells, figures, load
 from loadtest.peer import CpuMeter, Timing, request_body, stream
 from tests.json_lines import write_lines
-from tests.loadtest.conftest import last_json
+from tests.loadtest.conftest import Ended
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 IDLE = ["--max-load", "1e9"]
 FIXED = ["--prompts", "plain,copy", *IDLE]
 
 
-def test_one_stream_finds_the_ratio_and_the_different_text(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_one_stream_finds_the_ratio_and_the_different_text(ended: Ended, tmp_path: Path) -> None:
     def other(body: dict[str, Any]) -> list[str]:
         words = (WORDS * 8)[: body["max_tokens"]]
         return words if "Brennick" in body["prompt"] else [*words[:3], " SIX", *words[4:]]
@@ -33,15 +31,11 @@ def test_one_stream_finds_the_ratio_and_the_different_text(
         ScriptedServer(pace_s=0.004) as fast,
         ScriptedServer(pace_s=0.04, running_usage=False, answer=other) as slow,
     ):
-        status = load.main(
-            [
-                "--server", f"tailor={fast.url}", "--server", f"llamacpp={slow.url}",
-                "--rounds", "3", "--warmups", "2", "--tokens", "8", "--pause", "0",
-                "--json", str(tmp_path / "out.jsonl"), *FIXED,
-            ]
+        result = ended(
+            load.main, "--server", f"tailor={fast.url}", "--server", f"llamacpp={slow.url}",
+            "--rounds", 3, "--warmups", 2, "--tokens", 8, "--pause", 0,
+            "--json", tmp_path / "out.jsonl", *FIXED,
         )  # fmt: skip
-        result = last_json(capsys)
-    assert status == 0
     rows = result["figures"]["1 clients"]
     against = rows["llamacpp"]["data_sets"]["plain"]["ratios"]
     found = against["decode_tokens_per_s"]
@@ -91,7 +85,7 @@ async def test_a_stream_counts_the_tokens_of_a_chunk(running_usage: bool, told: 
 
 
 def test_a_cell_that_others_disturbed_is_run_again(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Others' CPU seconds at both ends of each stream: far too much, too much, too much, none.
     readings = iter([0.0, 100.0, 100.0, 110.0, 110.0, 130.0, 200.0, 200.0])
@@ -99,15 +93,15 @@ def test_a_cell_that_others_disturbed_is_run_again(
     with ScriptedServer(pace_s=0.001) as server:
         arguments = ["--server", f"tailor={server.url}", "--rounds", "2", "--warmups", "0",
                      "--tokens", "4", "--prompts", "copy", "--pause", "0", *IDLE]  # fmt: skip
-        assert load.main([*arguments, "--tries", "3", "--max-foreign", "0.1"]) == 0
-    row = last_json(capsys)["figures"]["1 clients"]["tailor"]
+        result = ended(load.main, *arguments, "--tries", 3, "--max-foreign", 0.1)
+    row = result["figures"]["1 clients"]["tailor"]
     assert len(server.bodies) == 4  # three tries, none quiet; then a quiet first one
     assert len({body["cache_salt"] for body in server.bodies}) == 4
     assert row["num_runs"] == 2
     assert row["worst_foreign_cores"] > 10  # the least disturbed of the three is kept, and told
 
 
-def test_it_keeps_what_it_has_when_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_keeps_what_it_has_when_interrupted(ended: Ended) -> None:
     def answer(body: dict[str, Any]) -> list[str]:
         if len(server.bodies) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -119,10 +113,9 @@ def test_it_keeps_what_it_has_when_interrupted(capsys: pytest.CaptureFixture[str
         with ScriptedServer(answer=answer) as server:
             arguments = ["--server", f"tailor={server.url}", "--rounds", "5", "--warmups", "0",
                          "--tokens", "4", "--prompts", "copy", *IDLE]  # fmt: skip
-            assert load.main(arguments) == 0
+            result = ended(load.main, *arguments)
     finally:
         signal.signal(signal.SIGTERM, before)
-    result = last_json(capsys)
     assert result["complete"] is False
     assert result["figures"]["1 clients"]["tailor"]["num_runs"] == 2
 
@@ -145,14 +138,13 @@ def test_it_refuses_bad_arguments(arguments: list[str]) -> None:
     assert load.main(arguments) == 2
 
 
-def test_distinct_prompts_go_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_distinct_prompts_go_all_at_once(ended: Ended) -> None:
     with ScriptedServer(pace_s=0.005) as server:
-        status = load.main(
-            ["--server", f"tailor={server.url}", "--prompts", "distinct", "--concurrency", "4",
-             "--rounds", "2", "--tokens", "8", "--warmups", "4", *IDLE]
+        result = ended(
+            load.main, "--server", f"tailor={server.url}", "--prompts", "distinct",
+            "--concurrency", 4, "--rounds", 2, "--tokens", 8, "--warmups", 4, *IDLE,
         )  # fmt: skip
-    row = last_json(capsys)["figures"]["4 clients"]["tailor"]
-    assert status == 0
+    row = result["figures"]["4 clients"]["tailor"]
     assert server.most_open == 4
     assert row["num_tokens"] == [8]
     assert row["num_runs"] == 8 and 0 < row["slowest_share"] <= 1 and row["worst_silence_s"] > 0
@@ -160,7 +152,7 @@ def test_distinct_prompts_go_all_at_once(capsys: pytest.CaptureFixture[str]) -> 
     assert 10 < row["tokens_per_s"] < 850  # 32 tokens in 8 x 5 ms
 
 
-def test_two_names_of_one_server_share_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_names_of_one_server_share_no_prefix() -> None:
     with ScriptedServer(pace_s=0.0) as server:
         both = ["--server", f"tailor={server.url}", "--server", "tailor-b=@tailor"]
         load.main([*both, *FIXED, "--rounds", "2", "--tokens", "3", "--pause", "0"])
@@ -179,18 +171,14 @@ def load_args(urls: list[str], data_dir: Path, *more: str) -> list[str]:
     return [*servers, "--data", str(data_dir), "--warmups", "0", *rest, *IDLE, *more]
 
 
-def test_load_closed_and_open_loop(
-    capsys: pytest.CaptureFixture[str], data_dir: Path, tmp_path: Path
-) -> None:
+def test_load_closed_and_open_loop(ended: Ended, data_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     with ScriptedServer(pace_s=0.004) as fast, ScriptedServer(pace_s=0.2) as slow:
-        status = load.main(
-            load_args([slow.url, fast.url], data_dir, "--concurrency", "2", "--rate", "100",
-                      "--slo", "ttft=0.195,e2e=10", "--tokens", "2", "--rounds", "1",
-                      "--html", str(file))
+        arguments = load_args(
+            [slow.url, fast.url], data_dir, "--concurrency", "2", "--rate", "100",
+            "--slo", "ttft=0.195,e2e=10", "--tokens", "2", "--rounds", "1", "--html", str(file),
         )  # fmt: skip
-    result = last_json(capsys)
-    assert status == 0
+        result = ended(load.main, *arguments)
     rows = result["figures"]["2 clients"]
     assert fast.most_open <= 4
     assert rows["tailor-1"]["num_requests"] == 4 and rows["tailor-1"]["num_failed"] == 0
@@ -204,12 +192,11 @@ def test_load_closed_and_open_loop(
     assert "http://" not in page.replace("http://www.w3.org", "")  # it asks nobody for anything
 
 
-def test_load_at_shares_of_the_capacity(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+def test_load_at_shares_of_the_capacity(ended: Ended, data_dir: Path) -> None:
     with ScriptedServer(pace_s=0.01) as base, ScriptedServer(pace_s=0.01) as other:
         arguments = load_args([base.url, other.url], data_dir, "--rate", "50%,200%")
-        assert load.main([*arguments, "--capacity-clients", "2"]) == 0
+        result = ended(load.main, *arguments, "--capacity-clients", 2)
         num_asked = len(base.bodies), len(other.bodies)
-    result = last_json(capsys)
     half, twice = result["rates"]["50% of capacity"], result["rates"]["200% of capacity"]
     # Two clients, answers of six chunks and 60 ms: at most 33 requests a second.
     assert 0.5 < half < 17.0 and twice == pytest.approx(4 * half)
@@ -220,13 +207,12 @@ def test_load_at_shares_of_the_capacity(capsys: pytest.CaptureFixture[str], data
         assert row["ratios"][name]["num"] == 2, name
 
 
-def test_load_tells_the_draft_budget(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+def test_load_tells_the_draft_budget(ended: Ended, data_dir: Path) -> None:
     with ScriptedServer(pace_s=0.001, tokens_per_chunk=3) as server:
         arguments = load_args([server.url], data_dir, "--concurrency", "2")
         off = 'tailor-0={"speculation": {"drafter": "off"}}'
         more = ["--server", "tailor-on=@tailor-0", "--extra", off]
-        assert load.main([*arguments, *more]) == 0
-    rows = last_json(capsys)["figures"]["2 clients"]
+        rows = ended(load.main, *arguments, *more)["figures"]["2 clients"]
     assert (rows["tailor-on"]["nodes_per_step"], rows["tailor-on"]["tokens_per_step"]) == (2.0, 3.0)
     assert (rows["tailor-0"]["nodes_per_step"], rows["tailor-0"]["tokens_per_step"]) == (0.0, 1.0)
 
@@ -261,15 +247,12 @@ def test_lateness_counts_against_the_objective() -> None:
     assert not figures.meets_slo(timing, 0.6, {"e2e": 1.5})
 
 
-def test_load_counts_each_data_set_and_every_ratio(
-    capsys: pytest.CaptureFixture[str], data_dir: Path
-) -> None:
+def test_load_counts_each_data_set_and_every_ratio(ended: Ended, data_dir: Path) -> None:
     # Far apart, so that a busy machine does not make them equal.
     with ScriptedServer(pace_s=0.0) as fast, ScriptedServer(pace_s=0.06) as slow:
         urls = [slow.url, fast.url]
         arguments = load_args(urls, data_dir, "--concurrency", "2", "--tokens", "3")
-        assert load.main([*arguments, "--as", "alpha=extraction"]) == 0
-    result = last_json(capsys)
+        result = ended(load.main, *arguments, "--as", "alpha=extraction")
     row = result["figures"]["2 clients"]["tailor-1"]
     sent = [body["prompt"].split()[0] for body in fast.bodies]
     assert {name: part["num_requests"] for name, part in row["data_sets"].items()} == {
@@ -301,17 +284,13 @@ def test_bad_objectives_are_refused(text: str) -> None:
         figures.parse_slo(text)
 
 
-def test_answers_are_judged_by_the_completions_of_the_data(
-    capsys: pytest.CaptureFixture[str], data_dir: Path
-) -> None:
+def test_answers_are_judged_by_the_completions_of_the_data(ended: Ended, data_dir: Path) -> None:
     lines = [{"prompt": f"alpha {i}", "completion": "one two" + " six" * (i % 2)} for i in range(4)]
     write_lines(data_dir / "alpha" / "test.jsonl", lines)
     with ScriptedServer() as server, ScriptedServer(answer=lambda _: ["one  two"]) as shorter:
-        load.main(
-            load_args([server.url, shorter.url], data_dir, "--concurrency", "1",
-                      "--mix", "alpha", "--tokens", "2")
-        )  # fmt: skip
-    rows = last_json(capsys)["figures"]["1 clients"]
+        urls, more = [server.url, shorter.url], ("--mix", "alpha", "--tokens", "2")
+        result = ended(load.main, *load_args(urls, data_dir, "--concurrency", "1", *more))
+    rows = result["figures"]["1 clients"]
     for row in rows.values():
         quality = row["data_sets"]["alpha"]["quality"]
         assert quality["exact"]["mean"] == 0.5 and quality["exact"]["num"] == 8

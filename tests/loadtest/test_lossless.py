@@ -10,7 +10,7 @@ import pytest
 
 from loadtest import lossless
 from loadtest.prompts import Example, edited
-from tests.loadtest.conftest import last_json
+from tests.loadtest.conftest import Ended
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 
@@ -19,10 +19,9 @@ def lossless_args(url: str, data_dir: Path, drafter: str = "suffix") -> list[str
             "--drafter", drafter]  # fmt: skip
 
 
-def test_lossless_passes_equal_answers(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+def test_lossless_passes_equal_answers(ended: Ended, data_dir: Path) -> None:
     with ScriptedServer(pace_s=0.01) as server:
-        assert lossless.main(lossless_args(server.url, data_dir)) == 0
-    result = last_json(capsys)
+        result = ended(lossless.main, *lossless_args(server.url, data_dir))
     # 3 prompts x 6 settings x (3 compared with the reference).
     assert (result["num_compared"], result["num_different"]) == (54, 0)
     assert result["forms"]["servers"]["num_accepted"] > 0
@@ -34,7 +33,7 @@ def test_lossless_passes_equal_answers(capsys: pytest.CaptureFixture[str], data_
     assert len(references) == 18
 
 
-def test_lossless_sees_one_wrong_token(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+def test_lossless_sees_one_wrong_token(ended: Ended, data_dir: Path) -> None:
     def lying(body: dict[str, Any]) -> list[str]:
         words = (WORDS * 8)[: body["max_tokens"]]
         on = body["speculation"]["drafter"] == "suffix"
@@ -43,21 +42,17 @@ def test_lossless_sees_one_wrong_token(capsys: pytest.CaptureFixture[str], data_
         return words
 
     with ScriptedServer(answer=lying, pace_s=0.0) as server:
-        assert lossless.main(lossless_args(server.url, data_dir)) == 1
-    result = last_json(capsys)
+        result = ended(lossless.main, *lossless_args(server.url, data_dir), status=1)
     assert result["num_different"] == 2  # alone and together
     first = result["forms"]["servers"]["differences"][0]
     assert (first["task"], first["setting"], first["drafter"]) == ("beta", "n2", "suffix")
     assert first["difference"] == "choice 0, token 4: [5, 4] against [19, 4]"
 
 
-def test_lossless_with_every_drafter_and_predictions(
-    capsys: pytest.CaptureFixture[str], data_dir: Path
-) -> None:
+def test_lossless_with_every_drafter_and_predictions(ended: Ended, data_dir: Path) -> None:
     with ScriptedServer(pace_s=0.0) as server:
         options = lossless_args(server.url, data_dir, "auto,trie,prediction")
-        assert lossless.main([*options, "--settings", "greedy", "--together"]) == 0
-    result = last_json(capsys)
+        result = ended(lossless.main, *options, "--settings", "greedy", "--together")
     # Per prompt: off twice, the others once; all but the reference are compared.
     assert (len(server.bodies), result["num_compared"]) == (3 * 5, 3 * 4)
     accepted = result["forms"]["servers"]["accepted_by_drafter"]
@@ -76,9 +71,7 @@ def test_an_edited_prediction_is_nearly_right() -> None:
     assert edited(words, 1 / 6, random.Random(1)) == other
 
 
-def test_lossless_without_accepted_drafts_shows_nothing(
-    capsys: pytest.CaptureFixture[str], data_dir: Path
-) -> None:
+def test_lossless_without_accepted_drafts_shows_nothing(data_dir: Path) -> None:
     with ScriptedServer(accepted=0, pace_s=0.0) as server:
         assert lossless.main(lossless_args(server.url, data_dir)) == 3
 
@@ -97,17 +90,14 @@ def test_difference_sees_the_last_bit_of_a_logprob_and_the_reason() -> None:
     assert found is not None and "finish reason" in found
 
 
-def test_other_servers_must_say_what_the_first_one_says(
-    capsys: pytest.CaptureFixture[str], data_dir: Path
-) -> None:
+def test_other_servers_must_say_what_the_first_one_says(ended: Ended, data_dir: Path) -> None:
     def other(body: dict[str, Any]) -> list[str]:
         return [*WORDS[:5], " else"] if body["prompt"] == "alpha 1" else WORDS[:6]
 
     with ScriptedServer(pace_s=0.0) as server, ScriptedServer(pace_s=0.0, answer=other) as second:
         options = [*lossless_args(server.url, data_dir), "--settings", "greedy"]
         options += ["--at-once", "2,4", "--server", f"tailor-2={second.url}"]
-        assert lossless.main(options) == 1
-    figures = last_json(capsys)["forms"]["servers"]
+        figures = ended(lossless.main, *options, status=1)["forms"]["servers"]
     # Per prompt: the reference, one with drafts alone, two x two among others; the second all six.
     assert (len(server.bodies), len(second.bodies)) == (3 * 6, 3 * 6)
     assert figures["num_compared"] == 3 * 5 + 3 * 6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest import papers
-from tests.loadtest.conftest import last_json, write_sets
+from tests.loadtest.conftest import Ended, write_sets
 
 
 @pytest.fixture(scope="module")
@@ -24,20 +24,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sets(tmp_path_factory.mktemp("data"), 30, rows)
 
 
-def _tables(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, dict[str, Any]]:
+def _tables(ended: Ended, *words: object) -> dict[str, dict[str, Any]]:
     """The first words of a title -> {set: its line as column -> value}."""
-    assert papers.main([str(word) for word in words]) == 0
     found = {}
-    for table in last_json(capsys)["tables"]:
+    for table in ended(papers.main, *words)["tables"]:
         columns = [str(column) for column in table["columns"]]
         lines = {line[0]: dict(zip(columns, line, strict=True)) for line in table["lines"]}
         found[table["title"].split()[0].strip(",:")] = lines
     return found
 
 
-def test_tasc(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("tasc", "--data", data, "--model", folder, "--examples", 8)
-    found = _tables(capsys, *words)
+def test_tasc(folder: Path, data: Path, ended: Ended) -> None:
+    found = _tables(ended, "tasc", "--data", data, "--model", folder, "--examples", 8)
     of = found["lambda"]["massive_en"]
     assert of["1.0"] > of["0.0"], "one answer for all: the corpus knows it, the prompt does not"
     assert found["N-Grammys"]["massive_en"]["TASC-spec"] == of["0.75"]
@@ -47,9 +45,9 @@ def test_tasc(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert lengths["both"] <= lengths["own tokens"] < lengths["neither"]
 
 
-def test_trie(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trie(folder: Path, data: Path, ended: Ended) -> None:
     words = ("trie", "--data", data, "--model", folder, "--examples", 6, "--sets", "squad")
-    found = _tables(capsys, *words)
+    found = _tables(ended, *words)
     grid, times = found["n/L_p"]["squad"], found["13/3"]["squad"]
     assert grid["13/3"] == times["ours"] > 2.0
     assert found["Context"]["squad"]["trie, clean"] == grid["13/3"]
@@ -60,10 +58,9 @@ def test_trie(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert nodes["8"] <= nodes["256"]
 
 
-def test_vocabtailor(folder: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vocabtailor(folder: Path, data: Path, ended: Ended) -> None:
     words = ("vocabtailor", "--data", data, "--model", folder, "--sets", "squad")
-    assert papers.main([str(word) for word in words]) == 0
-    (table,) = last_json(capsys)["tables"]
+    (table,) = ended(papers.main, *words)["tables"]
     rows = {line[1]: line for line in table["lines"]}
     tight, loose = rows["tau 0.0"], rows["tau 0.1"]
     assert loose[-1] <= tight[-1] <= rows["unfiltered"][-1]

@@ -14,13 +14,13 @@ from loadtest.quality import filled, in_ids, intent, make_rows, metrics_of, read
 from loadtest.recordings import Ids
 from loadtest.steps import forms_of, runner_of
 from server import token_bytes
-from server.commands.cli import main as tailor
 from server.commands.record import Answer, Failure, Prompt, in_order
 from server.errors import ModelError
 from server.model.scoring import Scores, Text, compare, score
 from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.commands.command_line import Tailor
 from tests.json_lines import write_lines
-from tests.loadtest.conftest import last_json
+from tests.loadtest.conftest import Ended
 from vocab_store.slice import RequiredIds
 
 # --- forms ----------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_figures_of_known_scores() -> None:
 
 
 def test_texts_are_read_with_their_end_and_the_command_writes_a_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, ended: Ended
 ) -> None:
     data = tmp_path / "test.jsonl"
     data.write_text(
@@ -69,9 +69,8 @@ def test_texts_are_read_with_their_end_and_the_command_writes_a_line(
     assert text.ids[-1] == 2 and text.start == len(tokenizer.encode("ab").ids)
     with pytest.raises(ValueError, match="no text"):
         read_texts(data, tokenizer, 2, 10, 1)
-    words = ["forms", "--data", str(data), "--model", str(folder), "--forms", "int8"]
-    assert quality.main([*words, "--threads", "1"]) == 0
-    found = last_json(capsys)
+    words = ["forms", "--data", data, "--model", folder, "--forms", "int8"]
+    found = ended(quality.main, *words, "--threads", 1)
     assert found["texts"] == 2 and found["forms"]["float32"]["texts_agree"] == 1.0
     assert set(found["forms"]) == {"float32", "int8"}
 
@@ -108,19 +107,17 @@ def test_rows_of_the_table() -> None:
 
 
 def test_slices_of_a_model_with_and_without_its_texts(
-    folder: Path, own_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, own_cache: Path, tmp_path: Path, ended: Ended
 ) -> None:
     for split in ("train", "test"):
         lines = [{"prompt": f"{i} abc:", "completion": f" {'xy'[i % 2]} ok"} for i in range(24)]
         write_lines(tmp_path / "towns" / f"{split}.jsonl", lines)
-    words = ["slices", "--data", str(tmp_path), "--task", "towns", "--model", str(folder)]
-    assert quality.main([*words, "--ablations"]) == 0
-    rows = last_json(capsys)["tasks"]["towns"]
+    words = ["slices", "--data", tmp_path, "--task", "towns", "--model", folder]
+    rows = ended(quality.main, *words, "--ablations")["tasks"]["towns"]
     assert set(rows) == {*quality.ROWS, *quality.ABLATIONS}
     assert rows["tau 0.0"]["recall"] == 1.0 and rows["tau 0.0"]["num_prompts"] == 24
-    more = ["--texts", "3", "--shots", "1", "--tokens", "4", "--threads", "1"]
-    assert quality.main([*words, *more]) == 0
-    found = last_json(capsys)
+    more = ["--texts", 3, "--shots", 1, "--tokens", 4, "--threads", 1]
+    found = ended(quality.main, *words, *more)
     for row in found["tasks"]["towns"].values():
         assert 0 <= row["same_texts"] <= row["num_prompts"] == 3
         assert set(row["scores"]["slice"]) >= {"exact", "f1", "rouge_l", "json"}
@@ -141,7 +138,7 @@ def test_intents_and_slots_are_judged_by_themselves() -> None:
 
 
 def test_both_adapters_are_measured_on_the_same_prompts(
-    folder: Path, own_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, own_cache: Path, tmp_path: Path, ended: Ended, tailor: Tailor
 ) -> None:
     pytest.importorskip("peft")
     lines = [
@@ -149,22 +146,17 @@ def test_both_adapters_are_measured_on_the_same_prompts(
         for i in range(60)
     ]
     data = write_lines(tmp_path / "train.jsonl", lines)
-    shared = ["--model", str(folder), "--data", str(data)]
-    tokens = tmp_path / "tokens.json"
-    assert tailor(["tasks", "enrich", *shared, "--tokens", "4", "-o", str(tokens)]) == 0
-    recipe = ["--epochs", "12", "--learning-rate", "0.02", "--rows-learning-rate", "0.05",
-              "--batch-size", "8", "--rank", "4", "--dropout", "0"]  # fmt: skip
-    for name, more in (("base", []), ("own", ["--enrichment", str(tokens)])):
-        words = ["tasks", "train", *shared, *recipe, *more, "-o", str(tmp_path / name)]
-        assert tailor(words) == 0
-    capsys.readouterr()
-    arguments = [
-        "adapters", "--model", str(folder), "--base", str(tmp_path / "base"),
-        "--enriched", str(tmp_path / "own"), "--train", str(data), "--test", str(data),
-        "--prompts", "8", "--tokens", "24",
-    ]  # fmt: skip
-    assert quality.main(arguments) == 0
-    found = last_json(capsys)
+    shared = ["--model", folder, "--data", data]
+    tokens, plain, enriched = (tmp_path / name for name in ("tokens.json", "base", "own"))
+    tailor("tasks", "enrich", *shared, "--tokens", 4, "-o", tokens)
+    recipe = ["--epochs", 12, "--learning-rate", 0.02, "--rows-learning-rate", 0.05,
+              "--batch-size", 8, "--rank", 4, "--dropout", 0]  # fmt: skip
+    tailor("tasks", "train", *shared, *recipe, "-o", plain)
+    tailor("tasks", "train", *shared, *recipe, "--enrichment", tokens, "-o", enriched)
+    found = ended(
+        quality.main, "adapters", "--model", folder, "--base", plain, "--enriched", enriched,
+        "--train", data, "--test", data, "--prompts", 8, "--tokens", 24,
+    )  # fmt: skip
     base, own = found["base"], found["enriched"]
     assert own["exact"]["num"] == 8 and own["f1"]["mean"] > 0.5
     for metric in ("exact", "f1"):
@@ -177,8 +169,6 @@ def test_both_adapters_are_measured_on_the_same_prompts(
         assert side["passes"]["0"] == pytest.approx(side["ids"])
         assert side["passes"]["16"] < side["passes"]["0"]
     # A base that holds the adapter keeps its bits; the adapter changes other texts.
-    words = ["damage", *shared, "--adapter", str(tmp_path / "base")]
-    assert quality.main([*words, "--threads", "1"]) == 0
-    found = last_json(capsys)
+    found = ended(quality.main, "damage", *shared, "--adapter", plain, "--threads", 1)
     assert found["same_bits"] and found["off"]["logprob_error"] == 0.0
     assert found["texts"] == 60 and found["on"]["logprob_error"] > 0.0

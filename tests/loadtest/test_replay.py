@@ -20,7 +20,7 @@ from loadtest import replay
 from loadtest.peer_drafters import tree_of_paths
 from loadtest.recordings import open_ids
 from tests.json_lines import write_lines
-from tests.loadtest.conftest import last_json, write_sets
+from tests.loadtest.conftest import Ended, write_sets
 
 NUM = 3
 
@@ -91,29 +91,23 @@ def test_the_table_of_recorded_outputs(
     assert result["machine"]["commit"] and f"| town | {figures['prompt']:.2f}" in out
 
 
-def test_curves_of_requests_in_turn(
-    model: tuple[Path, Any], data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_curves_of_requests_in_turn(folder: Path, data: Path, ended: Ended) -> None:
     """Who remembers answers of one kind makes more of each request than who does not."""
-    words = ["curves", "--data", data, "--model", model[0], "--budgets", 8]
-    assert run(*words) == 0
-    cell, other = last_json(capsys)["cells"]
+    words = ["curves", "--data", data, "--model", folder, "--budgets", 8]
+    cell, other = ended(replay.main, *words)["cells"]
     assert (cell["data"], other["data"], cell["requests"]) == ("alpha", "beta", 40)
     figures = cell["tokens_per_step"]
     cold, learning, corpus = (figures[f"auto, {name}"] for name in ("cold", "learning", "corpus"))
     assert len(cold) == 3 and learning[-1] > 1.5 * cold[-1] and corpus[-1] > learning[0]
     assert figures["auto, wrong corpus"][-1] > 0.9 * cold[-1]
-    assert run(*words, "--sets", "alpha", "--columns", "auto, cold") == 0
-    (again,) = last_json(capsys)["cells"]
+    more = ["--sets", "alpha", "--columns", "auto, cold"]
+    (again,) = ended(replay.main, *words, *more)["cells"]
     assert again["tokens_per_step"] == {"auto, cold": cold}
 
 
-def test_ablations_tell_what_each_part_brings(
-    model: tuple[Path, Any], data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["ablations", "--data", data, "--model", model[0], "--sets", "alpha", "--budgets", 8]
-    assert run(*words) == 0
-    result = last_json(capsys)
+def test_ablations_tell_what_each_part_brings(folder: Path, data: Path, ended: Ended) -> None:
+    words = ["ablations", "--data", data, "--model", folder, "--sets", "alpha", "--budgets", 8]
+    result = ended(replay.main, *words)
     (cell,) = result["cells"]
     figures = {column: curve[0] for column, curve in cell["tokens_per_step"].items()}
     off = [f"auto, no {part}" for part in ("template", "copied", "corpus", "learning")]
@@ -121,18 +115,15 @@ def test_ablations_tell_what_each_part_brings(
     # The number is that of the prompt, and what stands behind it no other answer's last tokens say.
     assert figures["auto, no template"] < figures["auto"] > figures["auto, no corpus"]
     assert min(result["summary"]["8"]["over"]["auto, no template"]) > 1.0
-    assert run(*words, "--cold") == 0
-    (cell,) = last_json(capsys)["cells"]
+    (cell,) = ended(replay.main, *words, "--cold")["cells"]
     cold = {column: curve[0] for column, curve in cell["tokens_per_step"].items()}
     assert list(cold) == ["auto", "auto, no copied"] and cold["auto"] < figures["auto"]
 
 
-def test_long_answers_that_repeat_what_came_before(
-    model: tuple[Path, Any], data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["repeats", "--data", data, "--model", model[0], "--budgets", 16, "--columns"]
-    assert run(*words, "prompt,auto") == 0
-    cells = {cell["data"]: cell for cell in last_json(capsys)["cells"]}
+def test_long_answers_that_repeat_what_came_before(folder: Path, data: Path, ended: Ended) -> None:
+    words = ["repeats", "--data", data, "--model", folder, "--budgets", 16]
+    found = ended(replay.main, *words, "--columns", "prompt,auto")
+    cells = {cell["data"]: cell for cell in found["cells"]}
     assert list(cells) == ["corrected", "replaced", "called"]
     for cell in cells.values():
         assert cell["requests"] == 4 and cell["best_other"] == "prompt"
@@ -195,10 +186,10 @@ def test_answers_are_recorded_with_what_the_model_held_likely(
 
 
 def test_a_models_own_answers_are_replayed_with_what_it_held_likely(
-    model: tuple[Path, Any], recorded: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, recorded: Path, ended: Ended
 ) -> None:
-    assert run("table", "--model", model[0], "--recorded", recorded, "--budgets", "4,8") == 0
-    cells = last_json(capsys)["cells"]
+    words = ["table", "--model", folder, "--recorded", recorded, "--budgets", "4,8"]
+    cells = ended(replay.main, *words)["cells"]
     assert [(cell["data"], cell["nodes"]) for cell in cells] == [("town", 4), ("town", 8)]
     for cell in cells:
         assert {"auto", "auto, no logits", "token recycling", "logitspec"} <= set(
@@ -207,14 +198,12 @@ def test_a_models_own_answers_are_replayed_with_what_it_held_likely(
         assert all(figures[-1] >= 1.0 for figures in cell["tokens_per_step"].values())
 
 
-def test_live_answers_are_the_recorded_ones(
-    model: tuple[Path, Any], recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("live", "--model", model[0], "--recorded", recorded, "--budgets", 8) == 0
-    (cell,) = last_json(capsys)["cells"]
+def test_live_answers_are_the_recorded_ones(folder: Path, recorded: Path, ended: Ended) -> None:
+    words = ["live", "--model", folder, "--recorded", recorded, "--budgets", 8]
+    (cell,) = ended(replay.main, *words)["cells"]
     assert cell["same text"] is True
     assert cell["tokens"] == NUM * 23  # behind the first
-    for column in replay.columns(open_ids(str(model[0]))):
+    for column in replay.columns(open_ids(str(folder))):
         drafted = sum(num for num, _ in cell[f"{column}: sources"].values())
         kept = sum(num for _, num in cell[f"{column}: sources"].values())
         assert drafted >= kept and cell[column] >= 1.0
@@ -233,11 +222,10 @@ def test_crossings_are_the_examples_then_joins_of_two() -> None:
 
 
 def test_costs_of_every_drafter_and_of_a_corpus(
-    model: tuple[Path, Any], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, data: Path, tmp_path: Path, ended: Ended
 ) -> None:
-    assert run("costs", "--data", data, "--model", model[0], "--folder", tmp_path,
-               "--corpus-tokens", 4000, "--max-load", "1e9") == 0  # fmt: skip
-    figures = last_json(capsys)
+    words = ["costs", "--data", data, "--model", folder, "--folder", tmp_path]
+    figures = ended(replay.main, *words, "--corpus-tokens", 4000, "--max-load", "1e9")
     corpus = figures["corpus"]
     assert 4000 <= corpus["tokens"] < 4100
     # A Python with numpy and numba in it; the whole machine is not what is measured.

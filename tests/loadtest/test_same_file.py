@@ -25,7 +25,7 @@ from server.model.catalog import model_folder
 from server.model.gguf_index import GgufIndex
 from server.model.scoring import Text, score
 from server.types import EngineSizes
-from tests.loadtest.conftest import last_json
+from tests.loadtest.conftest import Ended
 from tests.model.gguf_models import BLOCKS, write_llama
 
 
@@ -97,10 +97,10 @@ def test_both_servers_get_the_same_file_and_their_own_default_cache(tmp_path: Pa
     assert on.is_alias and not on.extra and off.extra["speculation"]["drafter"] == "off"
 
 
-def test_a_step_is_timed_in_every_form(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["steps", "--model", str(folder), "--forms", "int8", "--rows", "1,4", "--keys", "16"]
-    assert same_file.main([*words, "--rounds", "3", "--threads", "1", "--max-load", "1e9"]) == 0
-    found = last_json(capsys)["steps"]
+def test_a_step_is_timed_in_every_form(folder: Path, ended: Ended) -> None:
+    words = ["steps", "--model", folder, "--forms", "int8", "--rows", "1,4", "--keys", 16]
+    words += ["--rounds", 3, "--threads", 1, "--max-load", "1e9"]
+    found = ended(same_file.main, *words)["steps"]
     assert set(found) == {"float32", "int8"} and set(found["int8"]) == {"1", "4"}
     four = found["int8"]["4"]
     assert four["of_reading"] > 0 < four["read_gb_s"] and four["best_ms"] <= four["ms"]
@@ -109,14 +109,11 @@ def test_a_step_is_timed_in_every_form(folder: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_hosts_part_is_what_the_model_does_not_take(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path))
-    words = ["host", "--model", str(folder), "--forms", "float32", "--sequences", "1,2"]
-    words += ["--drafters", "off", "--tokens", "12", "--rounds", "1", "--threads", "1"]
-    assert same_file.main([*words, "--max-load", "1e9"]) == 0
-    found = last_json(capsys)["steps"]
+    folder: Path, own_cache: Path, ended: Ended
+) -> None:
+    words = ["host", "--model", folder, "--forms", "float32", "--sequences", "1,2"]
+    words += ["--drafters", "off", "--tokens", 12, "--rounds", 1, "--threads", 1]
+    found = ended(same_file.main, *words, "--max-load", "1e9")["steps"]
     assert list(found) == ["float32, 1 x off", "float32, 2 x off"]
     for row in found.values():
         assert row["tokens_per_step"] == 1.0 and 8 <= row["num_steps"] <= 11

@@ -22,7 +22,6 @@ from drafters import DRAFTER_NAMES
 from drafters.corpus import Corpus
 from drafters.learned import LearnedOutputs
 from server.api.engines.client import EngineSpec
-from server.commands.cli import main
 from server.config import (
     AdapterConfig,
     EngineConfig,
@@ -39,6 +38,7 @@ from server.wiring.server import plan_server
 from server.wiring.task_set import build_upload
 from tests.api.live import LiveServer
 from tests.api.orders import decisions, orders
+from tests.commands.command_line import Tailor
 from tests.fakes.engine_thread import start_thread
 from tests.installed import needs
 from tests.model.peft_adapters import enriched, lora
@@ -309,17 +309,15 @@ def test_load_and_unload(served: Served, tmp_path: Path) -> None:
 
 
 def test_the_command_line_adds_lists_and_removes(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: Served, tmp_path: Path, tailor: Tailor
 ) -> None:
     lora(tiny_model("llama"), tmp_path / "new", 7)
     server = ["--url", served.server.url, "--api-key", "admin-key"]
-    assert main(["adapters", "add", "typed", str(tmp_path / "new"), "--pinned", *server]) == 0
-    assert main(["adapters", "list", *server]) == 0
-    printed = capsys.readouterr().out
+    tailor("adapters", "add", "typed", tmp_path / "new", "--pinned", *server)
+    printed = tailor("adapters", "list", *server).out
     assert f"typed\tof m\t{tmp_path / 'new'}" in printed and "slots" not in printed
-    assert main(["adapters", "rm", "typed", *server]) == 0
-    assert main(["adapters", "rm", "typed", *server]) == 1
-    assert "cannot be found" in capsys.readouterr().err
+    tailor("adapters", "rm", "typed", *server)
+    assert "cannot be found" in tailor("adapters", "rm", "typed", *server, status=1).err
 
 
 @pytest.mark.parametrize(

