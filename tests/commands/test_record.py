@@ -230,16 +230,8 @@ class _Handler(Handler):
         prompt = body["prompt"]
         self.bodies.append(body)
         self.keys.add(self.headers["authorization"])
-        answer: dict[str, Any] = {
-            "choices": [
-                {
-                    "text": " yes",
-                    "finish_reason": "stop",
-                    "prompt_token_ids": [len(prompt)],
-                    "token_ids": [4, 0],
-                }
-            ]
-        }
+        ids = {"prompt_token_ids": [len(prompt)], "token_ids": [4, 0]}
+        answer: dict[str, Any] = {"choices": [{"text": " yes", "finish_reason": "stop", **ids}]}
         status, headers = 200, {}
         if body["model"] == "none":
             status, answer = 404, {"error": {"message": "there is no model none"}}

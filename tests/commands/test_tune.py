@@ -448,29 +448,23 @@ def test_among_equals_the_sturdier_choice() -> None:
 # --- a busy machine ---
 
 
-class _Times:
-    """psutil's figures: one core's clock, and what the machine and this process did of it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.all = self.busy = self.own = 100.0
-        Machine = namedtuple("Machine", "user nice idle iowait guest guest_nice")
-        Own = namedtuple("Own", "user system")
-        monkeypatch.setattr(
-            "psutil.cpu_times",
-            lambda: Machine(self.busy + 7, 3, self.all - self.busy - 15, 5, 7, 3),
-        )
-        process = SimpleNamespace(cpu_times=lambda: Own(self.own, 0.0))
-        monkeypatch.setattr("psutil.Process", lambda pid: process)
-
-
 def test_what_others_use_is_told_from_what_this_process_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    times = _Times(monkeypatch)
+    Machine = namedtuple("Machine", "user nice idle iowait guest guest_nice")
+
+    def spent(clock: float, busy: float, own: float) -> None:
+        """psutil's figures: one core's clock, and what the machine and this process did of it."""
+        times = Machine(busy + 7, 3, clock - busy - 15, 5, 7, 3)
+        process = SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=own, system=0.0))
+        monkeypatch.setattr("psutil.cpu_times", lambda: times)
+        monkeypatch.setattr("psutil.Process", lambda pid: process)
+
+    spent(100.0, 100.0, 100.0)
     others = OtherProcesses()
-    times.all, times.busy, times.own = 110.0, 109.0, 107.0
+    spent(110.0, 109.0, 107.0)
     assert others.share() == pytest.approx(0.2)
-    times.own = 200.0  # clocks that are read one after the other
+    spent(110.0, 109.0, 200.0)  # clocks that are read one after the other
     assert others.share() == 0.0
 
 

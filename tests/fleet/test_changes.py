@@ -194,12 +194,9 @@ async def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all(
         assert files.corpora == {"a": 1}
         desk.log = ChangeLog()
         assert desk.log.orders("tiny") is None  # nobody has told it yet what to forget
-        late = Ingress("late", files, desk)
+        ingresses.append(Ingress("late", files, desk))
         await ingresses[1].shared.upload("a", [{}], append=True)
-        followers = (*ingresses, late)
-        await until(lambda: all(i.admin.corpora.get("a") == 2 for i in followers), 10)
-        late.running.cancel()
-        await asyncio.gather(late.running, return_exceptions=True)
+        await until(lambda: all(i.admin.corpora.get("a") == 2 for i in ingresses), 10)
 
 
 async def test_an_ingress_that_is_gone_is_not_waited_for_and_loses_its_turn() -> None:
@@ -235,7 +232,7 @@ async def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_
         files.names.append("c")
         files.adapters.append("new")
         await ingresses[0].shared.reload()
-        late = Ingress("late", files, desk)
+        ingresses.append(late := Ingress("late", files, desk))
         late.admin.names.remove("c")  # the file came when it had read the others
         # It follows at once, the adapter before the task that names it, and then takes requests.
         await asyncio.wait_for(late.shared.has_followed.wait(), 0.8 * FOLLOW_S)
@@ -243,10 +240,8 @@ async def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_
         await late.routes.load(LoadAdapterBody(lora_name="more", lora_path="folder"))
         assert set(late.catalog.adapters) == {"new", "more"}
         await ingresses[2].routes.unload(UnloadAdapterBody(lora_name="new"))
-        assert all(set(i.catalog.adapters) == {"more"} for i in (*ingresses, late))
+        assert all(set(i.catalog.adapters) == {"more"} for i in ingresses)
         assert [order.adapter_id for order in desk.log.orders("tiny") or ()] == ["more@1"]
-        late.running.cancel()
-        await asyncio.gather(late.running, return_exceptions=True)
 
 
 async def test_without_the_desk_no_adapter_is_loaded() -> None:

@@ -136,6 +136,12 @@ class Fleet:
         for replica in self.replicas:
             replica.tend()
 
+    def num_fetched(self, tokens: int = 1000) -> int:
+        """Tokens that a new replica finds there."""
+        new = self.add()
+        new.want(tokens=tokens)
+        return new.num_learned
+
     def build(self, **numbers: Any) -> Any:
         return Builder(self.storage, _config(**numbers)).run()
 
@@ -345,9 +351,7 @@ def test_a_storage_that_is_away_is_told_once_and_costs_nothing(
     storage.is_away = False
     first.tend()
     assert fleet.build().num_merged == 1
-    second = fleet.add()
-    second.want()
-    assert second.num_learned == 60, "one came twice"
+    assert fleet.num_fetched() == 60, "one came twice"
 
 
 def test_what_cannot_be_packed_is_kept_and_holds_no_other_scope_up(
@@ -371,9 +375,7 @@ def test_what_cannot_be_packed_is_kept_and_holds_no_other_scope_up(
     for tenant in ("odd", ""):
         first.learn([1, 5, 6], tenant=tenant)
     assert fleet.build().num_published == 1
-    second = fleet.add()
-    second.want()
-    assert second.num_learned == 24
+    assert fleet.num_fetched() == 24
 
 
 class LostBuilder(Exception):
@@ -419,9 +421,7 @@ def test_a_builder_that_is_lost_anywhere_is_begun_again(tmp_path: Path) -> None:
         fleet.build()
         files = [f.rpartition("/")[2] for f in fleet.storage.files()]
         assert sorted(f.partition("-")[0] for f in files) == [MANIFEST, "state"]
-        second = fleet.add()
-        second.want()
-        assert second.num_learned == 36  # nothing twice
+        assert fleet.num_fetched() == 36  # nothing twice
         for replica in fleet.replicas:
             replica.engine.close()
         if ended.count(left) == 2:
@@ -457,9 +457,7 @@ def test_a_scope_that_was_put_away_goes_on(fleet: Fleet) -> None:
         first.exchange.forget("task")  # as when there are too many scopes there
         first.memory.learned("other", "\0", None, 1000, persist=True)  # and here
         settled(first.memory)
-    second = fleet.add()
-    second.want()
-    assert second.num_learned == 36
+    assert fleet.num_fetched() == 36
 
 
 async def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
@@ -507,9 +505,7 @@ def test_what_is_kept_is_bounded(fleet: Fleet) -> None:
     [file] = [f for f in fleet.storage.files() if f.endswith(MANIFEST)]
     manifest = read_manifest(fleet.storage, file.removesuffix(f"/{MANIFEST}"))
     assert manifest is not None and manifest.version == 8
-    second = fleet.add()
-    second.want(tokens=30)
-    assert second.num_learned <= 30
+    assert fleet.num_fetched(tokens=30) <= 30
     for salt in "abcd":
         first.learn([1, 2], cache_salt=salt)
     fleet.build(max_scopes=2)

@@ -18,6 +18,14 @@ from tests.small_server import Handler, serving
 WORDS = ["one", " two", " three", " four", " five", " six", " seven", " eight"]
 
 
+def usage_of(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": 7, "completion_tokens": num_tokens}
+
+
+def speculation_of(num_steps: int, drafted: int, accepted: int) -> dict[str, int]:
+    return {"steps": num_steps, "drafted_tokens": drafted, "accepted_tokens": accepted}
+
+
 class ScriptedServer:
     """Listens on 127.0.0.1 while used as a context manager; `url` says where.
 
@@ -54,14 +62,12 @@ class ScriptedServer:
             protocol_version = "HTTP/1.0"  # a stream ends with its connection
 
             def do_GET(self) -> None:
-                if self.path == "/health":
-                    self.reply({"status": "ok"})
-                elif self.path == "/version":
-                    self.reply({"version": "1.2.3"})
-                elif self.path == "/v1/models":
-                    self.reply({"data": [{"id": "scripted-model"}]})
-                else:
-                    self.reply({"error": {"message": "not found"}}, 404)
+                answer: Any = {
+                    "/health": {"status": "ok"},
+                    "/version": {"version": "1.2.3"},
+                    "/v1/models": {"data": [{"id": "scripted-model"}]},
+                }.get(self.path)
+                self.reply(answer or {"error": {"message": "not found"}}, 200 if answer else 404)
 
             def do_POST(self) -> None:
                 body = json.loads(self.body())
@@ -91,36 +97,28 @@ class ScriptedServer:
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
-                sent = num_steps = 0
                 off = (body.get("speculation") or {}).get("drafter") == "off"
                 width = 1 if off else script.tokens_per_chunk
-                while sent < len(tokens):
+                starts = range(0, len(tokens), width)
+                for at in starts:
                     time.sleep(script.pace_s)
-                    part = tokens[sent : sent + width]
-                    sent += len(part)
-                    num_steps += 1
-                    chunk: dict[str, Any] = {
-                        "choices": [{"index": 0, "text": "".join(part), "finish_reason": None}]
-                    }
+                    part = tokens[at : at + width]
+                    choice: dict[str, Any] = {
+                        "index": 0, "text": "".join(part), "finish_reason": None
+                    }  # fmt: skip
                     if body.get("return_token_ids"):
-                        chunk["choices"][0]["token_ids"] = [len(word) for word in part]
-                        if num_steps == 1:
-                            chunk["choices"][0]["prompt_token_ids"] = [1] * 7
-                    if script.running_usage:
-                        chunk["usage"] = {"prompt_tokens": 7, "completion_tokens": sent}
-                    self.event(chunk)
+                        choice["token_ids"] = [len(word) for word in part]
+                        if at == 0:
+                            choice["prompt_token_ids"] = [1] * 7
+                    usage = {"usage": usage_of(at + len(part))} if script.running_usage else {}
+                    self.event({"choices": [choice], **usage})
+                sent = len(tokens)
                 reason = "length" if sent >= body["max_tokens"] else "stop"
                 self.event({"choices": [{"index": 0, "text": "", "finish_reason": reason}]})
-                last: dict[str, Any] = {
-                    "choices": [],
-                    "usage": {"prompt_tokens": 7, "completion_tokens": sent},
-                }
+                last: dict[str, Any] = {"choices": [], "usage": usage_of(sent)}
                 if body.get("include_speculation"):
-                    last["speculation"] = {
-                        "steps": num_steps,
-                        "drafted_tokens": num_steps * (width - 1),
-                        "accepted_tokens": sent - num_steps,
-                    }
+                    drafted, accepted = len(starts) * (width - 1), sent - len(starts)
+                    last["speculation"] = speculation_of(len(starts), drafted, accepted)
                 self.event(last)
                 self.done()
                 self.wfile.write(b"data: [DONE]\n\n")
@@ -130,27 +128,16 @@ class ScriptedServer:
                 tokens = script.answer(body)
                 on = (body.get("speculation") or {}).get("drafter", "off") != "off"
                 on = on or "prediction" in body
-                number = body.get("n", 1)
+                choice = {
+                    "text": "".join(tokens), "token_ids": [len(token) for token in tokens],
+                    "finish_reason": "length", "logprobs": {"token_logprobs": [-0.5] * len(tokens)},
+                }  # fmt: skip
+                choices = [choice | {"index": index} for index in range(body.get("n", 1))]
+                told = (len(tokens), 5, script.accepted) if on else (len(tokens), 0, 0)
+                usage = usage_of(len(choices) * len(tokens))
                 self.done()
                 self.reply(
-                    {
-                        "choices": [
-                            {
-                                "index": index,
-                                "text": "".join(tokens),
-                                "token_ids": [len(token) for token in tokens],
-                                "finish_reason": "length",
-                                "logprobs": {"token_logprobs": [-0.5] * len(tokens)},
-                            }
-                            for index in range(number)
-                        ],
-                        "usage": {"prompt_tokens": 7, "completion_tokens": number * len(tokens)},
-                        "speculation": {
-                            "drafted_tokens": 5 if on else 0,
-                            "accepted_tokens": script.accepted if on else 0,
-                            "steps": len(tokens),
-                        },
-                    }
+                    {"choices": choices, "usage": usage, "speculation": speculation_of(*told)}
                 )
 
             def event(self, value: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from server.config import (
     TaskConfig,
 )
 from server.errors import ConfigError
-from server.wiring.engine import build_engine
+from server.wiring.engine import EngineOrder, build_engine
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from server.wiring.task_set import build_upload
@@ -341,25 +341,26 @@ def test_what_cannot_be_served_is_refused_by_name(
 def test_what_a_configuration_may_not_say(served: Served, tmp_path: Path) -> None:
     one = AdapterConfig(name="plain", path=str(served.folder / "plain"))
     model = ModelConfig(name="m", path="m", adapters=(one,))
-    folders = {"m": served.folder / "tiny"}
+
+    def planned(*tasks: TaskConfig, keys: tuple[KeyConfig, ...] = (), **more: Any) -> EngineOrder:
+        config = ServerConfig(models=(model.model_copy(update=more),), keys=keys)
+        named = {task.name: task for task in tasks}
+        [order] = plan_server(config, named, {"m": served.folder / "tiny"}).orders
+        return order
+
     with pytest.raises(ConfigError, match="no adapter of the model"):
-        plan_server(
-            ServerConfig(models=(model,)), {"t": TaskConfig(name="t", adapter="gone")}, folders
-        )
+        planned(TaskConfig(name="t", adapter="gone"))
     with pytest.raises(ConfigError, match="same name"):
-        plan_server(ServerConfig(models=(model,)), {"plain": TaskConfig(name="plain")}, folders)
-    named = model.model_copy(update={"aliases": ("fast",)})
+        planned(TaskConfig(name="plain"))
     with pytest.raises(ConfigError, match="task fast: an adapter or an alias has the same name"):
-        plan_server(ServerConfig(models=(named,)), {"fast": TaskConfig(name="fast")}, folders)
-    on_cuda = model.model_copy(update={"devices": ("cuda",)})
-    [order] = plan_server(ServerConfig(models=(on_cuda,)), {}, folders).orders
+        planned(TaskConfig(name="fast"), aliases=("fast",))
+    order = planned(devices=("cuda",))
     assert [a.adapter_id.partition("@")[0] for a in order.adapters] == ["plain"]
     beside = [adapter.folder for adapter in order.adapters]
     assert (beside, order.runner.adapter_places) == ([one.path], 1), "what the KV cache leaves"
     admin = KeyConfig(id="ops", key=SecretStr("admin-key"), admin=True)
-    bare = ServerConfig(models=(ModelConfig(name="m", path="m"),), keys=(admin,))
-    [order] = plan_server(bare, {}, folders).orders
-    assert (order.adapters, order.runner.adapter_places) == ((), bare.engine.max_adapters)
+    order = planned(keys=(admin,), adapters=())
+    assert (order.adapters, order.runner.adapter_places) == ((), EngineConfig().max_adapters)
     with pytest.raises(ValueError, match="twice"):
         ServerConfig(models=(model.model_copy(update={"adapters": (one, one)}),))
     with pytest.raises(ValueError, match="give one of them"):
@@ -367,10 +368,7 @@ def test_what_a_configuration_may_not_say(served: Served, tmp_path: Path) -> Non
     shutil.copytree(served.folder / "plain", tmp_path / "broken")
     file = tmp_path / "broken" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
-    bad = model.model_copy(
-        update={"adapters": (one.model_copy(update={"path": str(file.parent)}),)}
-    )
-    [order] = plan_server(ServerConfig(models=(bad,)), {}, folders).orders
+    order = planned(adapters=(one.model_copy(update={"path": str(file.parent)}),))
     with pytest.raises(Exception, match="use_dora"):
         build_engine(order)
     build_engine(replace(order, checks_adapters=False)).close()

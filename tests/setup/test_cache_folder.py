@@ -90,18 +90,24 @@ def test_a_server_starts_on_a_full_disk(
         assert own_cache in Path(plan.orders[0].table).parents
 
 
-def test_a_full_disk_while_a_model_is_converted(
+def test_a_conversion_that_ends_early_leaves_nothing_and_a_full_disk_is_told(
     tiny: Tiny, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full_in_rust(*_: Any) -> Any:
-        raise ValueError(
-            "Error while serializing: I/O error: No space left on device (os error 28)"
-        )
+    full = "No space left on device"
+    in_rust = ValueError(f"Error while serializing: I/O error: {full} (os error 28)")
+    for error, kind in (
+        (OSError(errno.ENOSPC, full), CacheFolderError),
+        (in_rust, CacheFolderError),
+        (KeyboardInterrupt(full), KeyboardInterrupt),
+    ):
 
-    for fail in (_full, full_in_rust):
+        def fail(gguf: Path, out: Path, report: Any, error: BaseException = error) -> None:
+            (out / "model.safetensors").write_bytes(b"half")
+            raise error
+
         with monkeypatch.context() as patch:
             patch.setattr("server.model.catalog._convert", fail)
-            with pytest.raises(CacheFolderError, match="No space left on device"):
+            with pytest.raises(kind, match=full):
                 tiny.made()
         left = [path.name for path in (own_cache / "models").iterdir()]
         assert all(name.endswith(".lock") for name in left), left

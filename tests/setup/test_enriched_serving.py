@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from drafters.corpus import build_corpus
+from server.api.served_model import ServedModel
 from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.engine.engine import Engine
 from server.errors import ModelError
 from server.types import SpeculationParams, VocabularyParams
 from server.wiring.drafter import EnrichedDrafter, make_task_drafter
-from server.wiring.engine import build_engine
+from server.wiring.engine import EngineOrder, build_engine
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
 from tests.api.tiny_tokenizers import byte_level_tokenizer
@@ -77,11 +78,14 @@ def _tuned(model: Any, folder: Path) -> Served:
     return folder, adapter, enrichment, tuned.merge_and_unload().eval()
 
 
-def _config(adapter: Path) -> ServerConfig:
-    return ServerConfig(
+def _plan(folder: Path, adapter: Path) -> tuple[ServedModel, EngineOrder]:
+    config = ServerConfig(
         models=(ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",)),),
         engine=EngineConfig(max_num_seqs=4, max_num_batched_tokens=64),
     )
+    plan = plan_server(config, {}, {"m": folder})
+    [order] = plan.orders
+    return plan.models["m"], order
 
 
 def _answers(
@@ -118,8 +122,7 @@ def _theirs(merged: Any, prompt: tuple[int, ...]) -> list[int]:
 
 def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(served: Served) -> None:
     folder, adapter, enrichment, merged = served
-    plan = plan_server(_config(adapter), {}, {"m": folder})
-    [order] = plan.orders
+    model, order = _plan(folder, adapter)
     with closing(build_engine(order)) as engine:
         off = SpeculationParams(drafter="off")
         plain = _answers(engine, off)
@@ -133,7 +136,6 @@ def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(served: S
             assert _answers(engine, drafts) == plain
             assert _answers(engine, drafts, **sampled) == plain_sampled
 
-    model = plan.models["m"]
     assert model.vocab_size == V + NEW
     for answer in plain:
         text = model.table.join(answer, skip_special=False)
@@ -144,11 +146,10 @@ def test_prompts_in_the_models_own_ids_are_answered_as_the_merged_model_does(
     served: Served, own_adapter: Path
 ) -> None:
     folder, adapter, enrichment, merged = served
-    model = plan_server(_config(adapter), {}, {"m": folder}).models["m"]
+    model, _ = _plan(folder, adapter)
     assert [model.prompt_ids(list(prompt)) for prompt in PROMPTS] == [*map(list, PROMPTS)]
     replace(enrichment, prompts=True).save(own_adapter / "enrichment.json")
-    plan = plan_server(_config(own_adapter), {}, {"m": folder})
-    model, [order] = plan.models["m"], plan.orders
+    model, order = _plan(folder, own_adapter)
     prompts = [tuple(model.prompt_ids(list(prompt))) for prompt in PROMPTS]
     assert sum(i >= V for prompt in prompts for i in prompt) >= 3
     theirs = [_theirs(merged, prompt) for prompt in prompts]
@@ -166,8 +167,8 @@ def test_a_profile_in_the_models_own_ids_cuts_its_head(tmp_path: Path) -> None:
     base_model = save_tiny(folder, "llama", vocab_size=size)
     tokenizer.save(str(folder / "tokenizer.json"))
     _, adapter, enrichment, _ = _tuned(base_model, folder)
-    plan = plan_server(_config(adapter), {}, {"m": folder})
-    table, [order] = plan.models["m"].table, plan.orders
+    model, order = _plan(folder, adapter)
+    table = model.table
     base, own = tmp_path / "base.vocab", tmp_path / "own.vocab"
     row = {"prompt": "a", "completion": tokenizer.decode([60, 61, 70, 71, 72])}
     data = write_lines(tmp_path / "d.jsonl", [row] * 20)
@@ -196,7 +197,7 @@ def test_a_corpus_of_base_ids_is_not_taken_for_one_of_enriched_ids(
     served: Served, tmp_path: Path
 ) -> None:
     folder, adapter, enrichment, _ = served
-    model = plan_server(_config(adapter), {}, {"m": folder}).models["m"]
+    model, _ = _plan(folder, adapter)
     fingerprint = model.table.fingerprint.hex()
     assert fingerprint != enrichment.tokenizer
     outputs = [enrichment.segment([60, 61, 62, 9, 40, 2])] * 5
@@ -233,4 +234,4 @@ def test_an_enrichment_of_another_tokenizer_is_refused_before_anything_is_loaded
     other = Enrichment("00" * 32, V, enrichment.ids, enrichment.parts)
     other.save(own_adapter / "enrichment.json")
     with pytest.raises(ModelError, match="another tokenizer"):
-        plan_server(_config(own_adapter), {}, {"m": folder})
+        _plan(folder, own_adapter)

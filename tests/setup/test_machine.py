@@ -16,7 +16,6 @@ from server.model.build import num_blocks_for
 from tests.processes import run_python
 
 GIB = 1 << 30
-CORES = len(os.sched_getaffinity(0))
 
 
 @pytest.fixture
@@ -31,82 +30,70 @@ def write(root: Path, files: dict[str, object]) -> None:
         (root / name).write_text(f"{text}\n", encoding="ascii")
 
 
-def test_without_a_cgroup_it_is_the_mask_and_the_machine(root: Path) -> None:
-    machine = Machine(root)
-    assert (machine.cores, machine.quota, machine.memory_limit) == (CORES, None, None)
-    assert machine.available_memory == 8 * GIB
+VERSION_2, CPU = {"proc/self/cgroup": "0::/"}, "sys/fs/cgroup/cpu.max"
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("150000 100000", 1), ("50000 100000", 1), ("200000 100000", 2), ("max 100000", 64)],
-)
-def test_version_2_a_quota_binds_whole_cores(
-    root: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
-) -> None:
+    ("files", "cores", "quota", "limit", "available"),
+    [
+        pytest.param({}, 64, None, None, 8 * GIB, id="no cgroup: the mask and the machine"),
+        (VERSION_2 | {CPU: "150000 100000"}, 1, 1.5, None, 8 * GIB),
+        (VERSION_2 | {CPU: "50000 100000"}, 1, 0.5, None, 8 * GIB),
+        (VERSION_2 | {CPU: "200000 100000"}, 2, 2.0, None, 8 * GIB),
+        (VERSION_2 | {CPU: "max 100000"}, 64, None, None, 8 * GIB),
+        pytest.param(
+            VERSION_2 | {CPU: "12800000 100000"}, 64, 128.0, None, 8 * GIB, id="the mask is smaller"
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/kubepods/pod7/box",
+                "sys/fs/cgroup/kubepods/memory.max": 6 * GIB,
+                "sys/fs/cgroup/kubepods/memory.current": 5 * GIB,
+                "sys/fs/cgroup/kubepods/memory.stat": f"anon 1\ninactive_file {GIB}\nfile 7",
+                "sys/fs/cgroup/kubepods/pod7/cpu.max": "100000 100000",
+                "sys/fs/cgroup/kubepods/pod7/memory.max": 4 * GIB,
+                "sys/fs/cgroup/kubepods/pod7/memory.high": "max",
+                "sys/fs/cgroup/kubepods/pod7/memory.current": GIB,
+                "sys/fs/cgroup/kubepods/pod7/box/memory.max": "max",
+            },
+            # The group above has less left than the pod: 6 - (5 - 1) GiB, beside 4 - 1.
+            1, 1.0, 4 * GIB, 2 * GIB, id="the tightest group above binds",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup":
+                    "4:memory:/docker/1f\n3:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/",
+                "sys/fs/cgroup/unified/cgroup.procs": "",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 100000,
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 50000,
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": GIB,
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": GIB // 2,
+                "sys/fs/cgroup/memory/memory.stat":
+                    f"inactive_file 9\ntotal_inactive_file {GIB // 4}",
+            },
+            # Its files are the mounted folder; the path that it is told is the host's.
+            2, 2.0, GIB, 3 * GIB // 4, id="version 1 of a container without a namespace",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/\n3:cpu:/",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1,
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
+            },
+            64, None, None, 8 * GIB, id="version 1 without limits",
+        ),
+    ],
+)  # fmt: skip
+def test_a_quota_binds_whole_cores_and_the_least_memory_of_all_groups_counts(
+    files: dict[str, object], cores: int, quota: float | None, limit: int | None, available: int,
+    root: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    write(root, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": quota})
-    assert Machine(root).cores == cores
-
-
-def test_the_mask_binds_where_it_is_smaller_than_the_quota(root: Path) -> None:
-    write(root, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "6400000 100000"})
-    assert Machine(root).cores == CORES
-
-
-def test_version_2_the_tightest_group_above_binds(root: Path) -> None:
-    write(
-        root,
-        {
-            "proc/self/cgroup": "0::/kubepods/pod7/box",
-            "sys/fs/cgroup/kubepods/memory.max": 6 * GIB,
-            "sys/fs/cgroup/kubepods/memory.current": 5 * GIB,
-            "sys/fs/cgroup/kubepods/memory.stat": f"anon 1\ninactive_file {GIB}\nfile 7",
-            "sys/fs/cgroup/kubepods/pod7/cpu.max": "100000 100000",
-            "sys/fs/cgroup/kubepods/pod7/memory.max": 4 * GIB,
-            "sys/fs/cgroup/kubepods/pod7/memory.high": "max",
-            "sys/fs/cgroup/kubepods/pod7/memory.current": GIB,
-            "sys/fs/cgroup/kubepods/pod7/box/memory.max": "max",
-        },
-    )
+    write(root, files)
     machine = Machine(root)
-    assert (machine.cores, machine.memory_limit) == (1, 4 * GIB)
-    # The group above has less left than the pod: 6 - (5 - 1) GiB, beside 4 - 1.
-    assert machine.available_memory == 2 * GIB
-
-
-def test_version_1_of_a_container_without_a_namespace(root: Path) -> None:
-    """Its files are the mounted folder; the path that it is told is the host's."""
-    cgroup = "4:memory:/docker/1f\n3:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/"
-    write(
-        root,
-        {
-            "proc/self/cgroup": cgroup,
-            "sys/fs/cgroup/unified/cgroup.procs": "",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 100000,
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": 50000,
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": GIB,
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": GIB // 2,
-            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 9\ntotal_inactive_file {GIB // 4}",
-        },
-    )
-    machine = Machine(root)
-    assert (machine.quota, machine.memory_limit) == (2.0, GIB)
-    assert machine.available_memory == 3 * GIB // 4
-
-
-def test_version_1_without_limits(root: Path) -> None:
-    write(
-        root,
-        {
-            "proc/self/cgroup": "4:memory:/\n3:cpu:/",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1,
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
-        },
-    )
-    machine = Machine(root)
-    assert (machine.quota, machine.memory_limit, machine.available_memory) == (None, None, 8 * GIB)
+    assert (machine.cores, machine.quota, machine.memory_limit) == (cores, quota, limit)
+    assert machine.available_memory == available
 
 
 def test_a_kv_cache_takes_its_share_of_what_the_cgroup_has_left(

