@@ -184,7 +184,11 @@ def tailor(capsys: pytest.CaptureFixture[str]) -> Tailor:
 
     def run(*words: object, status: int = 0) -> Told:
         capsys.readouterr()
-        assert main([str(word) for word in words]) == status, words
+        try:
+            ended: object = main([str(word) for word in words])
+        except SystemExit as exited:
+            ended = exited.code
+        assert ended == status, words
         return Told(*capsys.readouterr())
 
     return run

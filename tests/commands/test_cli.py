@@ -94,12 +94,9 @@ def test_options_that_mean_the_same_have_one_name() -> None:
     ],
 )
 def test_a_command_line_of_another_server_is_told_what_to_write(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], says: str, tailor: Tailor
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    told = capsys.readouterr().err
-    assert ended.value.code == 2
+    told = tailor(*words, status=2).err
     assert says in " ".join(told.split()) and told.startswith("tailor: ")
 
 
@@ -137,13 +134,10 @@ def test_a_command_line_of_another_server_is_told_what_to_write(
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_told_before_anything_is_done(
-    command: str, options: list[str], capsys: pytest.CaptureFixture[str]
+    command: str, options: list[str], tailor: Tailor
 ) -> None:
     for option in options:
-        with pytest.raises(SystemExit) as ended:
-            main([*command.split(), option])
-        told = " ".join(capsys.readouterr().err.split())
-        assert ended.value.code == 2
+        told = " ".join(tailor(*command.split(), option, status=2).err.split())
         assert told.startswith("tailor: Invalid value"), option
         assert re.search(rf" for {option.partition('=')[0]}[.:] ", told), option
 
@@ -184,11 +178,11 @@ def test_options_of_others_that_change_nothing_are_taken(tailor: Tailor) -> None
 
 @pytest.mark.parametrize("name", TAKEN_OF_OTHERS)
 def test_an_option_of_others_with_a_value_that_changes_something_is_refused(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, tailor: Tailor
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", f"{name}={'2' if TAKEN_OF_OTHERS[name] else ''}", "--model", ""])
-    assert f"{name}. It is taken with " in " ".join(capsys.readouterr().err.split())
+    words = ["serve", f"{name}={'2' if TAKEN_OF_OTHERS[name] else ''}", "--model", ""]
+    told = " ".join(tailor(*words, status=2).err.split())
+    assert f"{name}. It is taken with " in told
 
 
 def test_the_options_that_are_advised_are_there() -> None:

@@ -13,6 +13,7 @@ import pytest
 from server.commands import doctor
 from server.commands.cli import main
 from server.machine import Machine
+from tests.commands.command_line import Tailor
 
 
 @pytest.fixture(autouse=True)
@@ -83,21 +84,16 @@ def test_a_taken_port_and_a_folder_that_is_no_folder(
     assert any("none" in what for what in found)
 
 
-def test_cache_shows_what_is_kept_and_clears_one_part(
-    capsys: pytest.CaptureFixture[str], place: Path
-) -> None:
+def test_cache_shows_what_is_kept_and_clears_one_part(tailor: Tailor, place: Path) -> None:
     for name in ("costs", "tasks"):
         (place / "cache" / name).mkdir(parents=True)
         (place / "cache" / name / "file").write_bytes(b"x" * 3_000_000)
-    assert main(["cache"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = tailor("cache").out.splitlines()
     sizes = {line.split()[0]: line for line in lines if "  " in line and line[0] != " "}
     assert "3 MB" in sizes["costs"] and "cannot be made again" in sizes["tasks"]
     assert set(sizes) == set(doctor.cache_parts())
-    assert main(["cache", "--clear", "costs"]) == 0
-    assert "3 MB removed" in capsys.readouterr().out
+    assert "3 MB removed" in tailor("cache", "--clear", "costs").out
     assert (
         not (place / "cache" / "costs").exists() and (place / "cache" / "tasks" / "file").exists()
     )
-    with pytest.raises(SystemExit):
-        main(["cache", "--clear", "everything"])
+    tailor("cache", "--clear", "everything", status=2)

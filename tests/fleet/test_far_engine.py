@@ -134,12 +134,13 @@ class _Failing(_Scripted):
 @pytest.mark.parametrize(
     ("error", "wanted"),
     [
-        (_Failing.error, (503, "no_engine", 1.0)),  # it may come again
-        (ValueError("no message"), (500, "engine_died", None)),
+        (_Failing.error, (503, "no_engine", 1.0, "No replica of")),  # it may come again
+        (ValueError("no message"), (500, "engine_died", None, "The engine died")),
+        (ReplicaLostError("each is killed"), (500, "engine_died", None, "The engine died")),
     ],
 )
 def test_a_request_that_no_replica_can_serve_fails(
-    error: Exception, wanted: tuple[int, str, float | None]
+    error: Exception, wanted: tuple[int, str, float | None, str]
 ) -> None:
     replicas = _Failing([], 1, [])
     replicas.error = error
@@ -147,7 +148,8 @@ def test_a_request_that_no_replica_can_serve_fails(
         client.submit()
         delta = client.error()
     told = error_for_engine_code(delta.error_code, delta.error or "")
-    assert (told.status, told.code, told.retry_after_s) == wanted
+    assert (told.status, told.code, told.retry_after_s) == wanted[:3]
+    assert told.message.startswith(wanted[3])
 
 
 class _Silent(_Scripted):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -199,39 +198,6 @@ def test_what_an_engine_that_hangs_had_begun_goes_on_at_another_replica(
         assert time.monotonic() - began_s < 15.0
         wait_until(lambda: slot.serves and slot.num_restarts == 1, 30.0)
         replicas.there["engine-0"].check_health()  # the replica stays
-
-
-@pytest.mark.server_error
-def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:
-    engines = [_scripted(i, step_s=0.03) for i in range(3)]
-    replicas = LocalReplicas([spec for _, spec in engines])
-    with _live(replicas, max_runs=2, first_pause_s=0.0) as live:
-        ended = threading.Event()
-
-        def kill_each() -> None:
-            for _ in range(2):
-                before = 0
-                while not ended.wait(0.002):
-                    busy = [
-                        n
-                        for n, num in dict(replicas.num_open).items()
-                        if num and n in replicas.there
-                    ]
-                    if busy:  # the next one has work when its stream has begun
-                        before = replicas.num_streams
-                        replicas.kill(busy[0])
-                        break
-                while replicas.num_streams == before and not ended.wait(0.002):
-                    pass
-
-        killer = threading.Thread(target=kill_each)
-        killer.start()
-        response = live.post(max_tokens=200)
-        ended.set()
-        killer.join()
-        assert response.status_code == 500
-        assert response.json()["error"]["code"] == "engine_died"
-        assert response.json()["error"]["message"].startswith("The engine died")
 
 
 async def test_a_replica_tells_that_a_first_step_is_longer_than_the_queue_time_out() -> None:

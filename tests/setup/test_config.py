@@ -350,10 +350,6 @@ def test_folder_problems_are_all_told(tmp_path: Path) -> None:
         assert line.startswith(f"{tmp_path}/{start}"), line
 
 
-def test_default_task_is_always_there(tmp_path: Path) -> None:
-    assert list(load_tasks(tmp_path)) == [DEFAULT_TASK]
-
-
 def test_a_folder_that_cannot_be_listed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,13 +160,13 @@ def test_a_file_of_ones_own_is_served_as_it_is_unless_something_else_is_asked(mo
 def test_the_index_is_that_of_ggmls_own_reader(model: Path) -> None:
     index, theirs = GgufIndex(model), gguf.GGUFReader(model)
     assert set(index.tensors) == {tensor.name for tensor in theirs.tensors}
-    for tensor in theirs.tensors:
-        own = index.tensors[tensor.name]
-        assert own.form == tensor.tensor_type.name.lower()
-        assert own.shape == tuple(int(n) for n in reversed(tensor.shape))
-        assert np.array_equal(own.data, tensor.data)
-    index.release_pages()
-    assert np.array_equal(index.tensors["output_norm.weight"].data, own_norm(theirs))
+    for _ in range(2):
+        for tensor in theirs.tensors:
+            own = index.tensors[tensor.name]
+            assert own.form == tensor.tensor_type.name.lower()
+            assert own.shape == tuple(int(n) for n in reversed(tensor.shape))
+            assert np.array_equal(own.data, tensor.data)
+        index.release_pages()
     scalars = {
         key: field.contents()
         for key, field in theirs.fields.items()
@@ -176,11 +176,6 @@ def test_the_index_is_that_of_ggmls_own_reader(model: Path) -> None:
     assert index.fields == scalars | {key: index.fields[key] for key in lists}
     assert lists == {key: theirs.fields[key].contents() for key in lists}
     assert set(lists) == {"tokenizer.ggml.token_type"}, "short ones of numbers, not texts"
-
-
-def own_norm(reader: gguf.GGUFReader) -> np.ndarray:
-    (data,) = (tensor.data for tensor in reader.tensors if tensor.name == "output_norm.weight")
-    return np.asarray(data)
 
 
 @pytest.mark.parametrize(

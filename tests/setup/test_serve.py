@@ -8,7 +8,6 @@ import os
 import pty
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -271,8 +270,6 @@ def test_a_busy_port_is_told_before_anything_is_loaded(
 def test_unknown_host_is_told() -> None:
     with pytest.raises(ConfigError, match="cannot listen on no-such-host"):
         listen("no-such-host.invalid", 0)
-    with listen("127.0.0.1", 0) as listener:
-        assert listener.getsockname()[1] > 0 and listener.family == socket.AF_INET
 
 
 def test_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
