@@ -33,11 +33,6 @@ from tests.processes import run_python
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
-
-
 def test_every_command_has_an_example_that_parses() -> None:
     for command in COMMANDS:
         assert f"{command.example} ".startswith(f"tailor {command.words} ")
@@ -423,7 +418,6 @@ def test_a_variable_that_cannot_be_is_named(
 def test_keys(own: str, keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is given twice, as by --api-key $TAILOR_API_KEY, is one."""
     monkeypatch.setenv("TAILOR_API_KEY", own)
-    monkeypatch.delenv("TAILOR_ADMIN_KEY", raising=False)
     config = _config("--api-key", "one", "--api-key", "two")
     assert [key.secret() for key in config.keys] == keys
     assert len({key.id for key in config.keys}) == len(keys)

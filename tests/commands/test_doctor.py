@@ -17,9 +17,8 @@ from tests.commands.command_line import Tailor
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, and a quiet machine."""
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TAILOR_CODE_DIR", str(tmp_path / "code"))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(doctor, "_MIN_SHARED", 0)

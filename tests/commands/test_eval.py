@@ -68,7 +68,6 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
 
 def test_a_file_of_answers(data: Path, tmp_path: Path, tailor: Tailor) -> None:

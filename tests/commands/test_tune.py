@@ -491,7 +491,6 @@ def test_a_busy_machine_decides_nothing(
 @pytest.fixture
 def run(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tailor: Tailor) -> Callable[..., Any]:
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tiny_folder.parent / "tuned"))
-    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
 
     def run(*words: str, status: int = 0) -> Any:
         """A command with the tiny model: its last line's JSON, or what it says of its failure."""

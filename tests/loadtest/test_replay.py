@@ -40,13 +40,10 @@ def run(*words: object) -> int:
     return replay.main([str(word) for word in words])
 
 
-def test_ids_are_those_of_the_models_folder(
-    model: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path))
+def test_ids_are_those_of_the_models_folder(folder: Path, own_cache: Path) -> None:
     with pytest.raises(ValueError, match="tailor models fetch"):
         open_ids("smollm2-135m-instruct")
-    assert open_ids(str(model[0])).tokenizer.encode("a b").ids
+    assert open_ids(str(folder)).tokenizer.encode("a b").ids
 
 
 def test_paths_become_one_tree() -> None:

@@ -57,10 +57,9 @@ def test_a_file_is_rounded_and_keeps_the_rest(tmp_path: Path) -> None:
 
 
 def test_a_file_of_random_weights_is_served_in_its_own_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Written with another file's tokenizer, filled up; read by transformers and by us alike."""
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("loadtest.same_file._POOL", 1 << 12)
     write_llama(tmp_path / "in.gguf", *BLOCKS)
     for name, one in SHAPES.items():

@@ -29,8 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
              "--tasks", str(pages.ROOT / "configs" / "tasks"), "--max-num-seqs", "4"]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAILOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        for name in ("TAILOR_API_KEY", "TAILOR_ADMIN_KEY"):
-            patch.delenv(name, raising=False)
         with serve_here(*words) as running:
             yield running
 

@@ -35,10 +35,9 @@ def test_tasks_of_the_folder_go_before_those_that_are_brought(
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+def cache(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    save_built_in(tmp_path / "cache", "smollm2-135m-instruct")
+    save_built_in(own_cache, "smollm2-135m-instruct")
     other = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
     other.mkdir(parents=True)
     (other / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')

