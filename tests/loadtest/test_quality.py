@@ -19,6 +19,7 @@ from server.errors import ModelError
 from server.model.scoring import Scores, Text, compare, score
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.commands.command_line import Tailor
+from tests.commands.conftest import data as data  # a fixture
 from tests.json_lines import write_lines
 from tests.loadtest.conftest import Ended
 from vocab_store.slice import RequiredIds
@@ -138,14 +139,9 @@ def test_intents_and_slots_are_judged_by_themselves() -> None:
 
 
 def test_both_adapters_are_measured_on_the_same_prompts(
-    folder: Path, own_cache: Path, tmp_path: Path, ended: Ended, tailor: Tailor
+    folder: Path, own_cache: Path, data: Path, tmp_path: Path, ended: Ended, tailor: Tailor
 ) -> None:
     pytest.importorskip("peft")
-    lines = [
-        {"prompt": f"{'abcdefgh'[i % 8]}:", "completion": f" !!ok!! {'xy'[i % 2]} ##"}
-        for i in range(60)
-    ]
-    data = write_lines(tmp_path / "train.jsonl", lines)
     shared = ["--model", folder, "--data", data]
     tokens, plain, enriched = (tmp_path / name for name in ("tokens.json", "base", "own"))
     tailor("tasks", "enrich", *shared, "--tokens", 4, "-o", tokens)
