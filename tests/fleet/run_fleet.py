@@ -12,6 +12,7 @@ It says READY and then does what it is told, a line each:
     behead           ends Ray's head process as kill -9 does; BEHEADED and the process of the
                      one that is started again, when it is
     headless         the same, but nobody starts it again; HEADLESS, and then no more commands
+    steps            STEPS and JSON: rows and seconds of each engine's last step
     status           STATUS and the state of each deployment
 
 Anything else, or the end, ends it.
@@ -250,6 +251,9 @@ def _obey(command: str, rest: str, nodes: Any) -> bool:
         os._exit(0)  # without its head, Ray has nothing that it could end by
     elif command == "learned":
         _say(f"LEARNED {json.dumps(_learned(rest))}")
+    elif command == "steps":
+        steps = [_mean_step(standing) for standing in _standings()]
+        _say(f"STEPS {json.dumps(steps)}")
     elif command == "status":
         from ray import serve
 
@@ -292,6 +296,15 @@ def _actor(standing: Any) -> dict[str, Any]:
 def _figure(standing: Any, name: str) -> Any:
     names = [figure.name for figure in standing.info.figures]
     return standing.figures[names.index(name)] if standing.figures else 0
+
+
+def _mean_step(standing: Any) -> tuple[float, float]:
+    """Rows and seconds of a step."""
+    steps = _figure(standing, "engine_steps")
+    if not steps:
+        return 0.0, 0.0
+    sums = [_figure(standing, name)[1] for name in ("step_rows", "step_time_seconds")]
+    return sums[0] / steps, sums[1] / steps
 
 
 def _process_of_one(name: str) -> int:

@@ -276,10 +276,14 @@ def test_an_engine_and_the_head_die_and_what_was_learned_is_drafted_by_the_other
         "ignore_eos": True,
     }  # fmt: skip
 
+    def learned() -> dict[str, tuple[int, int]]:
+        told: dict[str, Any] = json.loads(fleet.ask("learned receipts", "LEARNED"))
+        return told
+
     first = _text(fleet.url, body)
     known = re.compile(r'^tailor_learned_version{[^}]*task="receipts"} [1-9]', re.MULTILINE)
     _wait(lambda: known.search(_metrics(fleet)))
-    [home] = [name for name, (_, num_own) in _learned(fleet).items() if num_own]
+    [home] = [name for name, (_, num_own) in learned().items() if num_own]
     with _load(fleet, single) as go_on:
         fleet.ask("behead", "BEHEADED", 60)
         go_on()
@@ -290,20 +294,17 @@ def test_an_engine_and_the_head_die_and_what_was_learned_is_drafted_by_the_other
     def has_arrived() -> bool:
         # Each prompt is new: an answer that is held already would not be held twice.
         _text(fleet.url, {**body, "prompt": next(prompts)})
-        return any(held > 24 * own for held, own in _learned(fleet).values())
+        return any(held > 24 * own for held, own in learned().values())
 
     _wait(has_arrived)
     assert _text(fleet.url, body) == first
 
 
-def _learned(fleet: FleetProcess) -> dict[str, tuple[int, int]]:
-    """Of each engine that answers: tokens that it holds, and outputs that it has learned itself."""
-    told: dict[str, Any] = json.loads(fleet.ask("learned receipts", "LEARNED"))
-    return told
-
-
 def _wait_for_replicas(fleet: FleetProcess) -> None:
-    _wait(lambda: len(_learned(fleet)) == NUM_REPLICAS, told=lambda: fleet.ask("status", "STATUS"))
+    _wait(
+        lambda: len(json.loads(fleet.ask("steps", "STEPS"))) == NUM_REPLICAS,
+        told=lambda: fleet.ask("status", "STATUS"),
+    )
 
 
 def test_a_node_is_lost_in_flight(fleet: FleetProcess, single: LiveServer) -> None:
