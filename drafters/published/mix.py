@@ -30,28 +30,25 @@ from drafters.tree import DraftTree
 MAX_CANDIDATES = 512
 
 
-@entry
-@compiled
-def count_modes(text: Int32x2, begin: int, end: int, modes: Int32x2) -> None:
-    """Most frequent token of every prefix. modes: int32 [3, capacity]: times text[i] occurred so
-    far, the prefix's most frequent token (ties: the first to get there) and its count."""
-    for i in range(begin, end):
-        before = text[1, i]
-        times = 1 if before < 0 else modes[0, before] + 1
-        modes[0, i] = times
-        if i == 0 or times > modes[2, i - 1]:
-            modes[1, i], modes[2, i] = text[0, i], times
-        else:
-            modes[1, i], modes[2, i] = modes[1, i - 1], modes[2, i - 1]
-
-
 class OwnText(NamedTuple):
-    """A TextIndex's arrays and size, with the count_modes of its prefixes."""
+    """A TextIndex's arrays and size."""
 
     text: Int32x2
     table: Int64x2
-    modes: Int32x2
     size: int
+
+
+@compiled
+def commonest(own: OwnText) -> tuple[int, int]:
+    """The text's most frequent token (ties: the first to get there), and how often it occurs."""
+    times = np.empty(own.size, np.int32)
+    best = most = 0
+    for i in range(own.size):
+        before = own.text[1, i]
+        times[i] = 1 if before < 0 else times[before] + 1
+        if times[i] > most:
+            best, most = own.text[0, i], times[i]
+    return best, most
 
 
 @compiled
@@ -60,8 +57,7 @@ def count_seen(
 ) -> tuple[int, int, int]:
     """p_prompt: what followed the longest match of context[:end] in the request's own text.
 
-    tokens, counts: [MAX_CANDIDATES], filled. Returns (match length, candidates, occurrences);
-    without a match, the text's most frequent token.
+    tokens, counts: [MAX_CANDIDATES], filled. Returns (match length, candidates, occurrences).
     """
     longest = num = total = 0
     limit = min(end, n_max - 1)
@@ -88,9 +84,6 @@ def count_seen(
                 if i < MAX_CANDIDATES:
                     counts[i] += 1
         position = own.text[1, position]
-    if longest == 0:
-        tokens[0], counts[0] = own.modes[1, own.size - 1], own.modes[2, own.size - 1]
-        return 0, 1, own.size
     return longest, num, total
 
 
@@ -156,11 +149,17 @@ def draft_chain(
         context[i] = own.text[0, own.size - size + i]
     tokens = np.empty(MAX_CANDIDATES, np.int32)
     counts = np.empty(MAX_CANDIDATES, np.int64)
+    usual = most = 0
     for step in range(num):
         end = size + step
         longest = num_seen = total_seen = 0
         if mixing < 1.0:
             longest, num_seen, total_seen = count_seen(own, context, end, n_max, tokens, counts)
+            if longest == 0:  # without a match, the text's most frequent token
+                if most == 0:
+                    usual, most = commonest(own)
+                tokens[0], counts[0] = usual, most
+                num_seen, total_seen = 1, own.size
         row, row_length = -1, 0
         if mixing > 0.0:
             row, row_length = find_longest(rows, context, end, n_max)
@@ -221,17 +220,6 @@ class MixSession(TextSession):
     def __init__(self, drafter: MixDrafter, prompt_ids: Sequence[int]) -> None:
         super().__init__(prompt_ids, drafter.calibration)
         self._drafter = drafter
-        self._modes: Int32 = np.empty((3, 0), np.int32)
-        self._count_modes(0)
-
-    def _count_modes(self, begin: int) -> None:
-        """Of the tokens from there on."""
-        index = self._index
-        if index.text.shape[1] != self._modes.shape[1]:
-            modes = np.empty((3, index.text.shape[1]), np.int32)
-            modes[:, :begin] = self._modes[:, :begin]
-            self._modes = modes
-        count_modes(index.text, begin, index.size, self._modes)
 
     def _draft(self, budget: int, max_depth: int) -> DraftTree:
         drafter = self._drafter
@@ -241,7 +229,7 @@ class MixSession(TextSession):
         out = np.empty((3, num), np.int32)
         shares = np.empty(num, np.float64)
         index = self._index
-        own = OwnText(index.text, index.table, self._modes, index.size)
+        own = OwnText(index.text, index.table, index.size)
         num = draft_chain(drafter.n_max, drafter.mixing, own, drafter.tables, out, shares)
         if num == 0:
             return DraftTree.empty()
@@ -249,14 +237,3 @@ class MixSession(TextSession):
         return drafter.calibration.tree(
             out[0, :num], parents, out[2, :num], out[1, :num], shares[:num]
         )
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append emitted tokens: O(1) each, amortised."""
-        begin = self._index.size
-        super().extend(token_ids)
-        self._count_modes(begin)
-
-    def close(self) -> None:
-        """Release the index and what is counted in it. Idempotent."""
-        super().close()
-        self._modes = np.empty((3, 0), np.int32)
