@@ -45,7 +45,7 @@ import math
 import os
 from bisect import bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from operator import itemgetter
@@ -322,45 +322,21 @@ class _Outputs:
     def merge(self, gram: Gram, symbol: int) -> None:
         """Replace `gram` by `symbol` everywhere, from the left."""
         changes: Counter[Gram] = Counter()
+        n, near = len(gram), self._n_max - 1
         for place in sorted(self._where.pop(gram)):
-            for before, after in self._replace(place, gram, symbol):
-                self._count(place, before, -1, changes)
-                self._count(place, after, 1, changes)
+            text, at = self._texts[place], 0
+            while at <= len(text) - n:
+                if text[at] == gram[0] and tuple(text[at : at + n]) == gram:
+                    # Every n-gram that changes stands in these surroundings.
+                    first, end = max(0, at - near), at + n + near
+                    self._count(place, text[first:end], -1, changes)
+                    text[at : at + n] = [symbol]
+                    self._count(place, text[first : end - n + 1], 1, changes)
+                at += 1
         for other, change in changes.items():
             if change:
                 self._counts[other] += change
                 self._push(other)
-
-    def _replace(
-        self, place: int, gram: Gram, symbol: int
-    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Replace in one text; (before, after) of its parts that hold every n-gram that changed."""
-        text, n, near = self._texts[place], len(gram), self._n_max - 1
-        groups: list[list[int]] = []  # of starts whose surroundings touch
-        at = 0
-        while at <= len(text) - n:
-            if text[at] != gram[0] or tuple(text[at : at + n]) != gram:
-                at += 1
-                continue
-            if groups and at - near < groups[-1][-1] + n + near:
-                groups[-1].append(at)
-            else:
-                groups.append([at])
-            at += n
-        replaced: list[int] = []
-        done = 0
-        for group in groups:
-            first, last = max(0, group[0] - near), min(len(text), group[-1] + n + near)
-            after: list[int] = []
-            at = first
-            for start in group:
-                after += [*text[at:start], symbol]
-                at = start + n
-            after += text[at:last]
-            yield text[first:last], after
-            replaced += [*text[done:first], *after]
-            done = last
-        self._texts[place] = replaced + text[done:]
 
 
 def _collision_score(outputs: _Outputs, string: bytes, strings: list[tuple[bytes, int]]) -> float:
