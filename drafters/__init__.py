@@ -14,22 +14,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter, DraftSession, SessionClosedError
-    from drafters.catalog import DrafterSpec, Need, make_drafter
-    from drafters.tree import DraftTree
+    from drafters.base import Drafter as Drafter
+    from drafters.base import DraftSession as DraftSession
+    from drafters.base import SessionClosedError as SessionClosedError
+    from drafters.catalog import DrafterSpec as DrafterSpec
+    from drafters.catalog import Need as Need
+    from drafters.catalog import make_drafter as make_drafter
+    from drafters.tree import DraftTree as DraftTree
 
     DRAFTER_NAMES: tuple[str, ...]
-
-__all__ = [
-    "DRAFTER_NAMES",
-    "DraftSession",
-    "DraftTree",
-    "Drafter",
-    "DrafterSpec",
-    "Need",
-    "SessionClosedError",
-    "make_drafter",
-]
 
 _HOMES = {
     "DraftSession": "drafters.base",

@@ -6,7 +6,6 @@ that compiles. drafters.corpus makes a Corpus of what `read_corpus` gives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +47,13 @@ FORMAT = ArrayFormat(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CorpusExtent:
-    """How much a corpus file holds: examples, output tokens, and bytes on disk."""
-
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
-
-
-def read_extent(path: Path | str, *, fingerprint: str) -> CorpusExtent:
-    """Check a corpus file, as read_corpus does, and tell its size."""
+def read_extent(path: Path | str, *, fingerprint: str) -> tuple[int, int, int]:
+    """(examples, output tokens, bytes on disk) of a corpus file, which is checked as read_corpus
+    does."""
     path = Path(path)
     arrays = read_corpus(path, fingerprint=fingerprint).arrays
-    return CorpusExtent(
-        int(arrays["document_starts"].shape[0]) - 1,
-        int(arrays["token_ids"].shape[0]),
-        path.stat().st_size,
-    )
+    num_documents = arrays["document_starts"].shape[0] - 1
+    return num_documents, arrays["token_ids"].shape[0], path.stat().st_size
 
 
 def read_corpus(path: Path | str, *, fingerprint: str | None) -> ArrayFile:

@@ -9,8 +9,6 @@ VocabStoreError (ValueError)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class VocabStoreError(ValueError):
     """Base of everything vocab_store raises on bad data."""
@@ -21,20 +19,7 @@ class EnrichmentFileError(VocabStoreError):
 
 
 class MissingIdsError(VocabStoreError):
-    """A vocabulary map lacks ids that must always be inside it.
-
-    kind: "EOS", "special", "byte" or "other"; ids: what is missing, ascending.
-    """
-
-    def __init__(self, kind: str, ids: Sequence[int]) -> None:
-        self.kind = kind
-        self.ids = tuple(ids)
-        shown = map(str, self.ids[:8])
-        more = f" and {len(self.ids) - 8} more" if len(self.ids) > 8 else ""
-        super().__init__(
-            f"the vocabulary map lacks {kind} token ids {', '.join(shown)}{more}: "
-            "a model cut to it could not stop or could not write every text"
-        )
+    """A vocabulary map lacks ids that must always be inside it."""
 
 
 class ProfileFileError(VocabStoreError):

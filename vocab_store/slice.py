@@ -77,12 +77,17 @@ def _sorted_ids(ids: Ids, vocab_size: int) -> Int32:
     return result
 
 
+def _find(ids: Int32, wanted: npt.NDArray[np.integer[Any]]) -> tuple[Int64, npt.NDArray[np.bool_]]:
+    """(where each of `wanted` stands in ascending unique ids, or would; whether it does)."""
+    at = np.searchsorted(ids, wanted)
+    found = at < ids.shape[0]
+    found[found] = ids[at[found]] == wanted[found]
+    return at, found
+
+
 def _merge(base: Int32, extra: Int32) -> Int32:
     """Union of two ascending unique arrays, in O(len(base)); `base` itself if nothing is new."""
-    at = np.searchsorted(base, extra)
-    known = np.zeros(extra.shape[0], bool)
-    inside = at < base.shape[0]
-    known[inside] = base[at[inside]] == extra[inside]
+    at, known = _find(base, extra)
     if known.all():
         return base
     merged: Int32 = np.insert(base, at[~known], extra[~known])
@@ -147,7 +152,12 @@ class RequiredIds:
         for kind, wanted in kinds:
             missing = np.setdiff1d(wanted, ids, assume_unique=True)
             if missing.size:
-                raise MissingIdsError(kind, missing.tolist())
+                shown = ", ".join(map(str, missing[:8].tolist()))
+                more = f" and {missing.size - 8} more" if missing.size > 8 else ""
+                raise MissingIdsError(
+                    f"the vocabulary map lacks {kind} token ids {shown}{more}: "
+                    "a model cut to it could not stop or could not write every text"
+                )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,10 +200,7 @@ class VocabSlice:
 
     def positions(self, token_ids: npt.NDArray[np.integer[Any]] | Sequence[int]) -> Int32:
         """Global -> local: the position of each id, -1 for an id outside the slice."""
-        wanted = np.asarray(token_ids, np.int64)
-        at = np.searchsorted(self.ids, wanted)
-        found = at < self.num_ids
-        found[found] = self.ids[at[found]] == wanted[found]
+        at, found = _find(self.ids, np.asarray(token_ids, np.int64))
         return np.where(found, at, -1).astype(np.int32)
 
     def __contains__(self, token_id: int) -> bool:

@@ -113,16 +113,15 @@ def _learn_trusts(
 
 @inlined
 def _learn_claims(
-    row: int, num_levels: int, context: Context, outcomes: Float64, found: Gathered
+    row: int, num_levels: int, at_start: bool, ends: Int32, outcomes: Float64, found: Gathered
 ) -> None:
     """Compare what was claimed for every candidate with whether it came."""
     for i in range(found.state[NUM]):
         # Ends are never drafted, and would make their neighbours look right.
         claimed = found.chances[i]
-        if claimed > 0.002 and not is_end(found.tokens[i], context.ends):
+        if claimed > 0.002 and not is_end(found.tokens[i], ends):
             first = leader(i, num_levels, found)
             situation = found.cells[first] % NUM_SITUATIONS
-            at_start = context.num_output == 0
             cell = factor_cell(found.levels[first], situation, at_start, claimed)
             outcomes[0, cell] += claimed
             outcomes[2, cell] += 1.0
@@ -134,27 +133,29 @@ def _learn_claims(
 def learn_token(
     token: int,
     context: Context,
+    more: int,
+    state: int,
+    length: int,
+    cursor: Cursor,
     followed: int,
     trust: LearnedFields,
     found: Gathered,
 ) -> tuple[float, float]:
-    """One step of expectation maximisation for the trusts, *before* `token` is appended. followed:
-    see gather; the prior's state is its first.
+    """One step of expectation maximisation for the trusts, *before* `token` is appended. more,
+    state, length, cursor, followed: see gather; the prior's state is its first.
 
     Returns the chance that was given to `token`, and the asks that it added to the evidence.
     """
     weights, asks, outcomes = trust
-    corpus = context.corpus
-    num_levels = gather(
-        context, weights, corpus.state, corpus.length, context.cursor, 0, followed, 0, found
-    )
+    num_levels = gather(context, more, weights, state, length, cursor, 0, followed, 0, found)
     row = -1
     for i in range(found.state[NUM]):
         if found.tokens[i] == token:
             row = i
     told = _learn_trusts(row, num_levels, weights, asks, found)
     blend(weights, num_levels, found)
-    _learn_claims(row, num_levels, context, outcomes, found)
+    at_start = context.num_output + more == 0
+    _learn_claims(row, num_levels, at_start, context.ends, outcomes, found)
     return told
 
 
@@ -162,23 +163,6 @@ PlainFields = tuple[Float32x2, TextView, CorpusView]
 """What a context has without the corpus: marks of the own text, documents, corpus."""
 
 NO_PLAIN: PlainFields = (NO_MARKS, NO_TEXT, NO_CORPUS)
-
-
-@inlined
-def _moved(
-    context: Context,
-    own: TextView,
-    num_output: int,
-    docs: TextView,
-    corpus: CorpusView,
-    cursor: Cursor,
-    forms: TextView,
-) -> Context:
-    """A context with these in place of its own."""
-    return Context(
-        own, num_output, docs, context.hints, corpus, context.ends, context.likely, context.copy,
-        cursor, context.prior, forms,
-    )  # fmt: skip
 
 
 @entry
@@ -213,21 +197,20 @@ def advance(
     state, length, cursor = corpus.state, corpus.length, context.cursor
     followed = begin(context.prior, own.text, own.size)
     asked, asked_without = 0.0, 0.0
+    marks, docs, nothing = plain
+    bare = Context(
+        TextView(own.text, own.table, marks, own.size), context.num_output, docs, context.hints,
+        nothing, context.ends, likely, context.copy, cursor, context.prior, NO_TEXT,
+    )  # fmt: skip
     for i in range(tokens.shape[0]):
         token, size, num_output = tokens[i], own.size + i, context.num_output + i
         chances[0, i] = chances[1, i] = 0.0
         if learns[0, i]:
-            text = TextView(own.text, own.table, own.marks, size)
-            stand = CorpusView(corpus.states, corpus.edges, corpus.tops, state, length)
-            here = _moved(context, text, num_output, context.docs, stand, cursor, context.forms)
-            learned = learn_token(token, here, followed, trust, found)
+            learned = learn_token(token, context, i, state, length, cursor, followed, trust, found)
             chances[0, i] = learned[0]
             asked += learned[1]
         if learns[1, i]:
-            marks, docs, nothing = plain
-            text = TextView(own.text, own.table, marks, size)
-            bare = _moved(context, text, num_output, docs, nothing, cursor, NO_TEXT)
-            learned = learn_token(token, bare, followed, without, found)
+            learned = learn_token(token, bare, i, 0, 0, cursor, followed, without, found)
             chances[1, i] = learned[0]
             asked_without += learned[1]
         append_id(own.text, own.table, size, token)

@@ -32,7 +32,6 @@ MAX_VISITS = 64  # occurrences looked at per node and chain, newest first
 MAX_RETRIEVED_VISITS = (
     24  # the same in retrieved outputs; the most similar is last, so it is seen first
 )
-MAX_RETRIEVED_MATCH = 34
 MAX_LIKELY_MATCH = 3  # longest contexts whose likeliest ids are kept
 MAX_CANDIDATES = 208  # distinct next tokens per node
 HASH_SIZE = 1024

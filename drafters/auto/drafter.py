@@ -51,7 +51,9 @@ from drafters.auto.views import (
     CorpusView,
     Limits,
 )
+from drafters.catalog import AutoOptions
 from drafters.corpus_file import START
+from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
@@ -106,10 +108,7 @@ class AutoDrafter:
     ) -> None:
         if not 0.0 <= min_survival < 1.0:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
-        if not 0 <= num_likely <= NUM_LIKELY:
-            raise ValueError(f"num_likely must be in 0..{NUM_LIKELY}, not {num_likely}")
-        if not 0 <= prior_depth <= MOST_FOLLOWED:
-            raise ValueError(f"prior_depth must be in 0..{MOST_FOLLOWED}, not {prior_depth}")
+        check_options(AutoOptions, {"num_likely": num_likely, "prior_depth": prior_depth})
         self.prior: PriorScratch | None = None
         if model_prior is not None and prior_depth:
             self.prior = PriorScratch(model_prior, prior_depth)
@@ -430,20 +429,26 @@ class AutoSession(TextSession):
             drafter.trust.fit.compare(float(chances[0, i]), float(chances[1, i]))
         return echo[0][:num_echo], echo[1][:num_echo]
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def catch_up(self, token_ids: Sequence[int]) -> None:
+        """See ResumedSession."""
+        self._forget_step()
+        self.extend(token_ids, learns=False)
+
+    def extend(self, token_ids: Sequence[int], *, learns: bool = True) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
         if self._closed:
             raise self._closed_error()
         drafter, root = self._drafter, self._index.size
         # Where it stands in the prediction changes with each token.
-        at_once, echo = 1 if self._anchors else MOST_AT_ONCE, self._echo
+        at_once, echo = 1 if self._anchors and learns else MOST_AT_ONCE, self._echo
         for first in range(0, len(token_ids), at_once):
             some, told = token_ids[first : first + at_once], NO_ROWS
             if first + at_once >= len(token_ids):
                 told, self._noted = self._noted, NO_ROWS
-            echo = self._advance(drafter, some, told, root)
+            echo = self._advance(drafter, some, told, root, learns=learns)
             if self._anchors:
-                self._align(some[0])
+                for token in some:
+                    self._align(token)
         self._echo = echo
         if self._anchors:
             self._weigh_near()
@@ -458,18 +463,6 @@ class AutoSession(TextSession):
                 self._rivals.append(trees)
             else:
                 drafter.trust.fit.compare_steps(*trees.accepted)
-
-    def catch_up(self, token_ids: Sequence[int]) -> None:
-        """See ResumedSession."""
-        self._check_open()
-        drafter = self._drafter
-        for first in range(0, len(token_ids), MOST_AT_ONCE):
-            self._advance(drafter, token_ids[first : first + MOST_AT_ONCE], learns=False)
-        if self._anchors:
-            for token in token_ids:
-                self._align(token)
-            self._weigh_near()
-        self._forget_step()
 
     def _forget_step(self) -> None:
         """Discard the last step's rows and trees."""

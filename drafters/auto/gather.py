@@ -28,7 +28,6 @@ from drafters.auto.cells import (
     MAX_CANDIDATES,
     MAX_LIKELY_MATCH,
     MAX_MATCH,
-    MAX_RETRIEVED_MATCH,
     MAX_RETRIEVED_VISITS,
     MAX_VISITS,
     NUM_BUCKETS,
@@ -474,6 +473,7 @@ def _order_levels(
 @inlined
 def gather(
     context: Context,
+    more: int,
     weights: Float64,
     state: int,
     length: int,
@@ -485,7 +485,8 @@ def gather(
 ) -> int:
     """Ask all sources at one node; returns the number of levels that have something.
 
-    weights: of the trust cells. followed: ids behind the prior's last state of the model; -1: it is
+    more: tokens that were appended to the text since the context was made. weights: of the trust
+    cells. followed: ids behind the prior's last state of the model; -1: it is
     not asked. row_of_prior: of its states, that of this node.
 
     state, length: of the corpus after the path; cursor: after it. found.path: its first `depth`
@@ -495,14 +496,15 @@ def gather(
     found.state[STAMP] += 1
     for i in range(NUM_LEVELS):
         found.totals[i] = 0.0
-    own, docs, path = context.own, context.docs, found.path
+    given, docs, path = context.own, context.docs, found.path
+    own = TextView(given.text, given.table, given.marks, given.size + more)
     size = min(MAX_MATCH, depth + own.size)
     for i in range(depth, size):
         path[i] = own.text[0, own.size - 1 - (i - depth)]
-    _gather_text(own, path, size, own.size - context.num_output, found)
-    cover = depth + context.num_output
+    _gather_text(own, path, size, given.size - context.num_output, found)
+    cover = depth + context.num_output + more
     if docs.size > 0:
-        size = min(MAX_RETRIEVED_MATCH, cover + 1)
+        size = min(MAX_MATCH, cover + 1)
         kept = path[size - 1]
         if size == cover + 1:
             path[cover] = START

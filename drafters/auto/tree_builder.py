@@ -101,7 +101,7 @@ def _offer(
         before, token = nodes.parent[node] + 1, nodes.token[node]
         followed = go_on(context.prior, before, token, node + 1, followed + depth - 1)
     num_levels = gather(
-        context, trusts.weights, state, length, cursor, depth, followed, node + 1, found
+        context, 0, trusts.weights, state, length, cursor, depth, followed, node + 1, found
     )
     blend(trusts.weights, num_levels, found)
     at_start = context.num_output + depth == 0

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from drafters.arrays import Float32, Float32x2, Float64, Int32, Int32x2, Int64, Int64x2
-from drafters.auto.copying import NO_COPY, NOWHERE, CopyView, Cursor
-from drafters.auto.prior import NO_PRIOR, PriorView
+from drafters.auto.copying import CopyView, Cursor
+from drafters.auto.prior import PriorView
 
 WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
 
@@ -114,8 +114,3 @@ NO_ECHO = np.empty(0, np.int32), np.empty(0, np.float32)
 NO_LIKELY = LikelyView(
     np.empty(0, np.int64), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), *NO_ECHO
 )
-NOTHING = Context(
-    NO_TEXT, 0, NO_TEXT, NO_HINTS, NO_CORPUS, NO_HINTS, NO_LIKELY, NO_COPY, NOWHERE, NO_PRIOR,
-    NO_TEXT,
-)  # fmt: skip
-"""Nothing that a token could be guessed from."""

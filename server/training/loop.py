@@ -219,18 +219,12 @@ class _Run:
         self._tuned, self._examples, self._options = tuned, examples, options
         self._per_epoch = math.ceil(len(examples) / options.batch_size)
         self.num_steps = max(1, math.ceil(options.epochs * self._per_epoch))
-        lora, rows = tuned.groups()
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": params, "lr": rate, "base": rate}
-                for params, rate in (
-                    (lora, options.learning_rate), (rows, options.rows_learning_rate)
-                )
-                if params
-            ],
-            weight_decay=0.0,
-            fused=True,
-        )  # fmt: skip
+        groups = []
+        for is_lora, rate in ((True, options.learning_rate), (False, options.rows_learning_rate)):
+            params = [p for name, p in tuned.trained() if (".lora_" in name) == is_lora]
+            if params:
+                groups.append({"params": params, "lr": rate, "base": rate})
+        self._optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
         self._file = folder / CHECKPOINT
         self._identity = json.dumps([base, _identity(examples, options, tuned)], sort_keys=True)
         self._best: dict[str, torch.Tensor] = {}

@@ -352,13 +352,6 @@ class Tuned:
         """The trained parameters by name, of LoRAs and of rows."""
         return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
 
-    def groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """(LoRA parameters, new rows): they train at rates of their own."""
-        trained = self.trained()
-        return [p for n, p in trained if ".lora_" in n], [
-            p for n, p in trained if ".lora_" not in n
-        ]
-
     def loss(self, batch: Microbatch) -> torch.Tensor:
         """Sum of -ln p over the batch's output ids; the softmax is in float32. `backward` of it
         must be called before the next."""

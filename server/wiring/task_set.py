@@ -421,7 +421,7 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
     from drafters.corpus_file import read_extent
 
     try:
-        extent = read_extent(path, fingerprint=fingerprint)
+        documents, tokens, num_bytes = read_extent(path, fingerprint=fingerprint)
     except FingerprintError:
         raise ConfigError(
             f"{path} was built for another model's tokenizer; build it again with this model "
@@ -431,12 +431,7 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
         raise _DamagedError(str(error)) from None
     except OSError as error:
         raise (_DamagedError if uploaded else ConfigError)(f"{path}: {error.strerror}") from None
-    return CorpusSize(
-        documents=extent.num_documents,
-        tokens=extent.num_tokens,
-        bytes=extent.num_bytes,
-        uploaded=uploaded,
-    )
+    return CorpusSize(documents=documents, tokens=tokens, bytes=num_bytes, uploaded=uploaded)
 
 
 def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:

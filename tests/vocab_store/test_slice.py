@@ -57,9 +57,9 @@ def test_required_ids_of_a_tokenizer_are_eos_specials_and_one_byte_tokens() -> N
 )
 def test_a_map_without_required_ids_is_refused_by_name(absent: list[int], kind: str) -> None:
     ids = sorted({*REQUIRED.ids.tolist(), 20} - set(absent))
-    with pytest.raises(MissingIdsError, match=f"lacks {kind} token ids {absent[0]}") as caught:
+    told = ", ".join(map(str, absent))
+    with pytest.raises(MissingIdsError, match=f"lacks {kind} token ids {told}: a model"):
         VocabSlice.make(ids, REQUIRED)
-    assert (caught.value.kind, caught.value.ids) == (kind, tuple(absent))
 
 
 @settings(max_examples=examples(300))
