@@ -52,8 +52,8 @@ def test_options_are_bounded_and_fit_together() -> None:
     ("name", "given", "problem"),
     [
         ("auto", {"min_survival": 1.0}, "min_survival must be in"),
-        ("auto", {"num_likely": 9}, "num_likely must be in"),
-        ("auto", {"prior_depth": 99}, "prior_depth must be in"),
+        ("auto", {"num_likely": 9}, "logits must be in"),
+        ("auto", {"prior_depth": 99}, "prior must be in"),
         ("grammys", {"num_drafts": 0}, "num_drafts must be in"),
         ("grammys", {"strategy": "bigram"}, "needs a table"),
         ("grammys", {"strategy": "trigram"}, "strategy must be"),
