@@ -244,31 +244,21 @@ def test_edge_llm_maps_are_exchanged(tmp_path: Path) -> None:
     assert info == {"vocab_size": V, "reduced_vocab_size": 4}
 
 
-def test_a_pruned_tokenizer_writes_kept_texts_as_before() -> None:
-    tokenizer = byte_level_tokenizer()
-    tokens = token_bytes.build(tokenizer)
-    required = RequiredIds.from_tokens(tokens, [0])
-    kept_text, other_text = "The capital of France is Paris.", "the quick brown fox"
-    ids = [*required.ids.tolist(), *tokenizer.encode(kept_text).ids]
-    spec = tokenizer.to_str()
-    keep = VocabSlice.make(close_under_merges(spec, np.asarray(ids)), required)
-    text, old_ids = prune_tokenizer(spec, keep)
-    cut = Tokenizer.from_str(text)
-    assert cut.get_vocab_size() == keep.num_ids < tokenizer.get_vocab_size()
-    assert old_ids[cut.encode(kept_text).ids].tolist() == tokenizer.encode(kept_text).ids
-    # What breaks it: other texts get more ids, but are still the same text.
-    other = cut.encode(other_text).ids
-    assert len(other) > len(tokenizer.encode(other_text).ids)
-    assert cut.decode(other) == other_text
-
-
 @settings(max_examples=examples(300))
 @given(st.text("abcdefghijklmnopqrstuvwxyz TFPS.,", max_size=40), st.booleans())
-def test_a_text_whose_ids_are_kept_keeps_its_ids(text: str, byte_level: bool) -> None:
+def test_a_pruned_tokenizer_writes_kept_texts_as_before(text: str, byte_level: bool) -> None:
+    """What breaks it: other texts get more ids, but are still the same text."""
     tokenizer = byte_level_tokenizer() if byte_level else sentencepiece_tokenizer()
     required = RequiredIds.from_tokens(token_bytes.build(tokenizer), [0])
     ids = tokenizer.encode(text).ids
     spec = tokenizer.to_str()
     closed = close_under_merges(spec, np.asarray([*required.ids.tolist(), *ids], np.int32))
-    cut_text, old_ids = prune_tokenizer(spec, VocabSlice.make(closed, required))
-    assert old_ids[Tokenizer.from_str(cut_text).encode(text).ids].tolist() == ids
+    keep = VocabSlice.make(closed, required)
+    cut_text, old_ids = prune_tokenizer(spec, keep)
+    cut = Tokenizer.from_str(cut_text)
+    assert cut.get_vocab_size() == keep.num_ids < tokenizer.get_vocab_size()
+    assert old_ids[cut.encode(text).ids].tolist() == ids
+    other = tokenizer.encode("the quick brown fox").ids
+    more = cut.encode("the quick brown fox").ids
+    assert (len(more) > len(other)) == (not set(other) <= set(closed))
+    assert cut.decode(more) == tokenizer.decode(other)
