@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from server.engine.batch import NO_TOKEN_LEFT, Batch, Drawn, HeadSlice, Runner
 from server.types import SamplingParams
+from tests.fakes import reference_sampler as sampling
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 
 V = families.VOCAB_SIZE
 Ids = npt.NDArray[np.int32]
@@ -76,22 +77,6 @@ def batch_of(num_rows: int, seed: int, chosen: list[int]) -> Batch:
     return replace(batch, draw_slice=np.array(chosen, np.int32))
 
 
-def alone(batch: Batch, d: int) -> Batch:
-    """A batch of batch_of with draw d only, over its own slice (chosen < 0: the full head)."""
-    assert batch.draw_slice is not None
-    chosen = int(batch.draw_slice[d])
-    return replace(
-        batch,
-        draw_rows=batch.draw_rows[d : d + 1],
-        draw_params=batch.draw_params[d : d + 1],
-        draw_parent=batch.draw_parent[d : d + 1],
-        draw_positions=batch.draw_positions[d : d + 1],
-        draw_mask=batch.draw_mask[d : d + 1],
-        draw_slice=None if chosen < 0 else np.zeros(1, np.int32),
-        slices=() if chosen < 0 else (batch.slices[chosen],),
-    )
-
-
 def verification(parts: list[Batch]) -> Batch:
     """What `verify` is given for all draws of these batches, one after the other."""
     params = tuple(p.params[int(i)] for p in parts for i in p.draw_params)
@@ -114,11 +99,14 @@ def run(runner: Runner, batch: Batch) -> Drawn:
     return runner.wait()
 
 
-def assert_equal(got: Drawn, want: Drawn) -> None:
-    assert np.array_equal(got.token_ids, want.token_ids)
-    assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
-    assert np.array_equal(got.ranks, want.ranks)
-    assert list(got.top) == list(want.top)
+def assert_equal(got: Drawn, want: Drawn, atol: float = 0.0) -> None:
+    """The same ids, told alike; logprobs to `atol`."""
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+    np.testing.assert_allclose(got.logprobs, want.logprobs, 0, atol)
+    assert got.ranks.tolist() == want.ranks.tolist()
+    for mine, other in zip(got.top, want.top, strict=True):
+        assert [i for i, _ in mine] == [i for i, _ in other]
+        np.testing.assert_allclose([x for _, x in mine], [x for _, x in other], 0, atol)
 
 
 def assert_likely(runner: Runner, batch: Batch, atol: float) -> None:
@@ -149,16 +137,41 @@ def make_slices(runner: Runner) -> list[HeadSlice]:
     ]
 
 
-def check_neighbours(runner: Runner, slices: list[HeadSlice], atol: float) -> None:
-    """Rows with a full head, with other slices and with other tables in one batch, or alone."""
-    chosen = [0, -1, 2, 1, -1, 0, 2, -1]
-    batch = replace(batch_of(8, 1, chosen), slices=tuple(slices))
-    together = run(runner, batch)
-    for d in range(8):
-        got = run(runner, alone(batch, d))
-        assert got.token_ids[0] == together.token_ids[d]
-        np.testing.assert_allclose(got.logprobs[0], together.logprobs[d], 0, atol)
-        np.testing.assert_allclose(got.top[0], together.top[d], 0, atol)
+def check_restricted(runner: Runner, slices: list[HeadSlice], seed: int, atol: float) -> None:
+    """Draws of the full head and of cached slices, side by side, are those of the reference sampler
+    on the full head's logits with -inf outside the slice, and of the same slices when their rows
+    are not cached; what is told of each is the reference's, or nothing."""
+    chosen = [0, 1, 2, -1, 2, 1, -1]
+    batch = batch_of(7, seed, chosen)
+    got = run(runner, replace(batch, slices=tuple(slices)))
+    assert_equal(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in slices))), atol)
+    scored = replace(
+        batch,
+        draw_slice=None,
+        score_rows=batch.draw_rows,
+        score_targets=np.full(7, 3, np.int32),
+        score_top=np.full(7, V, np.int32),
+    )
+    full = all_logprobs(run(runner, scored), V)
+    every = HeadSlice(np.arange(V, dtype=np.int32), np.empty(0, np.int32), -1, 0)
+    for d, token in enumerate(got.token_ids.tolist()):
+        ids = [*slices, every][chosen[d]].ids
+        logits = np.full(V, -np.inf, np.float32)
+        logits[ids] = full[d][ids]
+        params = batch.params[int(batch.draw_params[d])]
+        own = params.sampling
+        assert token in ids
+        # Adding a constant to a row changes no draw: logprobs stand in for logits where the
+        # penalties do not look at their sign.
+        if own.repetition_penalty == 1.0:
+            assert token == sampling.draw(logits, params, int(batch.draw_positions[d]), [])
+        if own.num_logprobs is not None:
+            want = sampling.token_logprob(logits, token, own.num_logprobs, own.logprob_token_ids)
+            np.testing.assert_allclose(got.logprobs[d], want.logprob, 0, 2e-4)
+            assert got.ranks[d] == want.rank
+            assert [i for i, _ in got.top[d]] == [i for i, _ in want.top]
+        else:
+            assert np.isnan(got.logprobs[d]) and (got.ranks[d], got.top[d]) == (0, ())
 
 
 def check_verify(

@@ -18,16 +18,15 @@ from server.model.cpu.linear import new_work, packed
 from server.model.cpu.records import PANEL
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
 from server.types import SamplingParams
-from tests.fakes import reference_sampler as sampling
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.slice_cases import (
     assert_equal,
     assert_likely,
     batch_of,
     cached,
-    check_neighbours,
+    check_restricted,
     check_verify,
     check_where_nothing_is_allowed,
     ids_of,
@@ -122,34 +121,7 @@ def test_a_step_refuses_arrays_of_other_types(runner: CpuRunner) -> None:
 def test_a_slice_is_the_full_head_restricted(
     runner: CpuRunner, slices: list[HeadSlice], seed: int
 ) -> None:
-    """Draws of cached slices are those of the same slices when their rows are not cached, and of
-    the reference sampler on the full head's logits at their ids."""
-    batch = batch_of(7, seed, [0, 1, 2, 0, 2, 1, 2])
-    got = run(runner, replace(batch, slices=tuple(slices)))
-    assert_equal(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in slices))))
-    scored = replace(
-        batch,
-        draw_slice=None,
-        score_rows=batch.draw_rows,
-        score_targets=np.full(7, 3, np.int32),
-        score_top=np.full(7, V, np.int32),
-    )
-    full = all_logprobs(run(runner, scored), V)
-    for d, token in enumerate(got.token_ids.tolist()):
-        ids = slices[int(batch.draw_slice[d])].ids  # type: ignore[index]
-        assert token in ids
-        # Adding a constant to a row changes no draw: logprobs stand in for logits where the
-        # penalties do not look at their sign.
-        params = batch.params[int(batch.draw_params[d])]
-        if params.sampling.repetition_penalty == 1.0:
-            logits = np.full(V, -np.inf, np.float32)
-            logits[ids] = full[d][ids]
-            position = int(batch.draw_positions[d])
-            assert token == sampling.draw(logits, params, position, [])
-
-
-def test_neighbours_change_nothing(runner: CpuRunner, slices: list[HeadSlice]) -> None:
-    check_neighbours(runner, slices, 0.0)
+    check_restricted(runner, slices, seed, 0.0)
 
 
 def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
@@ -225,9 +197,9 @@ def test_ties_go_to_the_lowest_id_wherever_its_row_lies() -> None:
         )
         pages, builder = Pages(64), BatchBuilder()
         row = builder.add_rows(pages.sequence(4), [5, 6, 7, 8], 0)[-1]
-        for sampling_ in (SamplingParams(temperature=0.0), SamplingParams(top_k=1, seed=3)):
+        for sampling in (SamplingParams(temperature=0.0), SamplingParams(top_k=1, seed=3)):
             for _ in range(4):
-                builder.draw(row, builder.add_params(draw_params(sampling_)))
+                builder.draw(row, builder.add_params(draw_params(sampling)))
         chosen = np.array([0, 1, 2, -1] * 2, np.int32)
         got = run(runner, replace(builder.build(), draw_slice=chosen, slices=slices))
         assert got.token_ids.tolist() == [2, 1, 2, 0] * 2

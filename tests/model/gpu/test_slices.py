@@ -15,12 +15,11 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from server.engine.batch import Batch, HeadSlice
+from server.engine.batch import HeadSlice
 from server.model.build import RunnerSpec, _build_torch_runner
 from server.model.gpu import lm_head
 from server.model.gpu.lm_head import LmHead, TorchSlices, product
@@ -31,9 +30,11 @@ from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.slice_cases import (
+    assert_equal,
     assert_likely,
     batch_of,
     cached,
+    check_restricted,
     check_verify,
     check_where_nothing_is_allowed,
     ids_of,
@@ -88,24 +89,6 @@ def slices(runner: TorchRunner) -> list[HeadSlice]:
     return make_slices(runner)
 
 
-def assert_close(got: Any, want: Any) -> None:
-    assert got.token_ids.tolist() == want.token_ids.tolist()
-    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-4)
-    assert got.ranks.tolist() == want.ranks.tolist()
-    for mine, other in zip(got.top, want.top, strict=True):
-        assert [i for i, _ in mine] == [i for i, _ in other]
-        np.testing.assert_allclose([x for _, x in mine], [x for _, x in other], atol=2e-4)
-
-
-def hf_logits(module: PreTrainedModel, batch: Batch, row: int) -> npt.NDArray[np.float32]:
-    """transformers' own logits at a row of a prompt: float32 [V]."""
-    mine = np.flatnonzero(batch.seq_ids == batch.seq_ids[row])
-    ids = torch.from_numpy(batch.token_ids[mine[mine <= row]].astype(np.int64))
-    with torch.no_grad():
-        found: npt.NDArray[np.float32] = module(ids[None]).logits[0, -1].numpy()
-    return found
-
-
 # -- draws ---------------------------------------------------------------------------------------
 
 
@@ -122,31 +105,7 @@ def test_the_likeliest_ids_are_told_beside_the_draws(
 def test_a_slice_is_the_full_head_restricted(
     runner: TorchRunner, slices: list[HeadSlice], seed: int
 ) -> None:
-    """Draws of the full head and of cached slices are those of the reference sampler on
-    transformers' own logits with -inf outside the slice, and of the same slices when their rows are
-    not cached; what is told of each is the reference's, or nothing."""
-    batch = batch_of(7, seed, [0, 1, 2, -1, 2, 1, -1])
-    got = run(runner, replace(batch, slices=tuple(slices)))
-    assert_close(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in slices))))
-    module = families.build(runner.info.name)
-    every = HeadSlice(np.arange(V, dtype=np.int32), np.empty(0, np.int32), -1, 0)
-    for d, token in enumerate(got.token_ids.tolist()):
-        ids = [*slices, every][int(batch.draw_slice[d])].ids  # type: ignore[index]
-        logits = np.full(V, -np.inf, np.float32)
-        logits[ids] = hf_logits(module, batch, int(batch.draw_rows[d]))[ids]
-        params = batch.params[int(batch.draw_params[d])]
-        position = int(batch.draw_positions[d])
-        assert token == sampling.draw(logits, params, position, batch.path_tokens(d))
-        if params.sampling.num_logprobs is not None:
-            asked = params.sampling
-            want = sampling.token_logprob(
-                logits, token, asked.num_logprobs or 0, asked.logprob_token_ids
-            )
-            np.testing.assert_allclose(got.logprobs[d], want.logprob, atol=2e-4)
-            assert got.ranks[d] == want.rank
-            assert [i for i, _ in got.top[d]] == [i for i, _ in want.top]
-        else:
-            assert np.isnan(got.logprobs[d]) and (got.ranks[d], got.top[d]) == (0, ())
+    check_restricted(runner, slices, seed, 2e-4)
 
 
 def test_slabs_change_nothing() -> None:
@@ -168,7 +127,7 @@ def test_slabs_change_nothing() -> None:
         made.close()
     want = found[1 << 29, "device"]
     for other in found.values():
-        assert_close(other, want)
+        assert_equal(other, want, 2e-4)
         np.testing.assert_allclose(other.score_logprobs, want.score_logprobs, atol=2e-4)
 
 
@@ -239,7 +198,8 @@ def test_rows_are_replaced_while_sequences_run() -> None:
             given.append(cached(runner, table, tables[table], dynamic, places))
         batch = batch_of(6, step, list(range(6)))
         got = run(runner, replace(batch, slices=tuple(given)))
-        assert_close(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in given))))
+        other = run(runner, replace(batch, slices=tuple(uncached(s) for s in given)))
+        assert_equal(got, other, 2e-4)
     held = runner._slices
     before = held.num_bytes
     runner.drop_table(2)
