@@ -24,13 +24,13 @@ from server.model.loader import finish_module
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families, generic_models
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params, prompt_step, run
 from tests.model.families import tokens
 from tests.model.generic_models import ON_CUDA
 from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_lora import check_kernels
 from tests.model.gpu.test_slices import make as make_slicing
-from tests.model.slice_cases import assert_equal, batch_of, make_slices, run
+from tests.model.slice_cases import assert_equal, batch_of, make_slices
 from tests.model.slice_engines import asking, requests_of, serve
 from tests.model.test_hf_equality import against
 from tests.model.torch_runners import body_of, head_of, reference, runner_over
@@ -291,10 +291,8 @@ def test_graphs_draw_what_the_plain_path_draws(family: str) -> None:
         tables = [pages.sequence(100) for _ in range(6)]
         drawn: list[list[int]] = []
         for i, table in enumerate(tables):
-            builder = BatchBuilder()
-            row = builder.add_rows(table, tokens(10 + 5 * i, i), 0)[-1]
-            builder.draw(row, builder.add_params(draw_params()))
-            drawn.append(run(runner, builder.build()).token_ids.tolist())
+            batch = prompt_step([table], [tokens(10 + 5 * i, i)])
+            drawn.append(run(runner, batch).token_ids.tolist())
         for step in range(12):
             alive = [i for i in range(6) if (step + i) % 5]
             builder = BatchBuilder()
@@ -336,13 +334,10 @@ def test_after_warming_up_nothing_is_compiled_or_captured(cuda_graphs: bool) -> 
     runner = make("llama", CUDA, cuda_graphs=cuda_graphs, max_num_batched_tokens=64)
     runner.warm_up()
     counted = [_num_programs(), _num_captured(runner)]
-    prompt = BatchBuilder()
     pages = Pages(NUM_BLOCKS, seed=2)
     tables = [pages.sequence(40) for _ in SAMPLINGS]
-    for i, table in enumerate(tables):
-        row = prompt.add_rows(table, tokens(7, i), 0)[-1]
-        prompt.draw(row, prompt.add_params(draw_params(SAMPLINGS[i])))
-    run(runner, prompt.build())
+    prompts = [tokens(7, i) for i in range(len(tables))]
+    run(runner, prompt_step(tables, prompts, own=dict(enumerate(SAMPLINGS))))
     for seed in range(3):
         run(runner, decode_step(tables, 7 + seed, seed))
     assert [_num_programs(), _num_captured(runner)] == counted
@@ -389,10 +384,7 @@ def test_memory_goes_back() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     runner = make("llama", CUDA)
-    builder = BatchBuilder()
-    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(20), tokens(20, 1), 0)[-1]
-    builder.draw(row, builder.add_params(draw_params()))
-    run(runner, builder.build())
+    run(runner, prompt_step([Pages(NUM_BLOCKS).sequence(20)], [tokens(20, 1)]))
     runner.close()
     del runner
     # What stays is cuBLAS's workspace of the runner's stream.

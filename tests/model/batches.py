@@ -1,23 +1,27 @@
 """Batches for tests of Runners: sequences on scattered blocks, rows, trees, draws and scores.
 
-Nothing here knows a Runner: the same cases run over every implementation.
+Nothing here knows how a Runner works: the same cases run over every implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, Drawn, DrawParams
+from server.engine.batch import Batch, Drawn, DrawParams, Runner
 from server.types import SamplingParams
 
 BLOCK_SIZE = 16
 
-_NONE = np.empty(0, np.int32)
+_ROW = ("token_ids", "positions", "seq_ids", "slots", "prefix_len", "path_start", "path_len")
+_DRAW = ("draw_rows", "draw_params", "draw_parent", "draw_positions", "draw_mask")
+_SCORE = ("score_rows", "score_targets", "score_top")
+"""Fields of a Batch that a row, a draw and a score have a number each in."""
 
 
 def draw_params(
@@ -141,38 +145,46 @@ class BatchBuilder:
 
     def build(self) -> Batch:
         """The Batch."""
-        rows = np.asarray(self.rows, np.int32).reshape(-1, 7)
-        draws = np.asarray(self.draws, np.int32).reshape(-1, 5)
-        scores = np.asarray(self.scores, np.int32).reshape(-1, 3)
         width = max(len(t.blocks) for t in self.tables)
         tables = np.zeros((len(self.tables), width), np.int32)
         for i, table in enumerate(self.tables):
             tables[i, : len(table.blocks)] = table.blocks
-        column = [np.ascontiguousarray(rows[:, i]) for i in range(7)]
-        drawn = [np.ascontiguousarray(draws[:, i]) for i in range(5)]
-        scored = [np.ascontiguousarray(scores[:, i]) for i in range(3)]
         return Batch(
-            token_ids=column[0],
-            positions=column[1],
-            seq_ids=column[2],
-            slots=column[3],
-            prefix_len=column[4],
-            path_start=column[5],
-            path_len=column[6],
-            path_slots=np.asarray(self.path_slots, np.int32) if self.path_slots else _NONE,
+            **_columns(_ROW, self.rows),
+            **_columns(_DRAW, self.draws),
+            **_columns(_SCORE, self.scores),
+            path_slots=np.asarray(self.path_slots, np.int32),
             block_tables=tables,
-            draw_rows=drawn[0],
-            draw_params=drawn[1],
-            draw_parent=drawn[2],
-            draw_positions=drawn[3],
-            draw_mask=drawn[4],
             masks=np.stack(self.masks) if self.masks else np.empty((0, 0), np.uint32),
             params=tuple(self.params),
-            score_rows=scored[0],
-            score_targets=scored[1],
-            score_top=scored[2],
             num_draft_rows=self.num_draft_rows,
         )
+
+
+def _columns(names: tuple[str, ...], lines: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    columns = np.asarray(lines, np.int32).reshape(-1, len(names)).T
+    return dict(zip(names, np.ascontiguousarray(columns), strict=True))
+
+
+def run(runner: Runner, batch: Batch) -> Drawn:
+    """A step from its launch to its end."""
+    runner.launch(batch)
+    return runner.wait()
+
+
+def prompt_step(
+    tables: Sequence[Pages.Table],
+    texts: Iterable[Sequence[int]],
+    start: int = 0,
+    own: Mapping[int, SamplingParams] = MappingProxyType({}),
+) -> Batch:
+    """Rows of each sequence from `start` on, whose last one is drawn from: greedily, or by what
+    `own` has for the sequence's place."""
+    builder = BatchBuilder()
+    for i, (table, ids) in enumerate(zip(tables, texts, strict=True)):
+        row = builder.add_rows(table, ids, start)[-1]
+        builder.draw(row, builder.add_params(draw_params(own.get(i))))
+    return builder.build()
 
 
 def decode_step(
@@ -181,13 +193,8 @@ def decode_step(
     position: int,
     own: Mapping[int, SamplingParams] = MappingProxyType({}),
 ) -> Batch:
-    """A row of each sequence, with its id, that is drawn from: greedily, or by what `own` has for
-    the sequence's place."""
-    builder = BatchBuilder()
-    for i, (table, token) in enumerate(zip(tables, ids, strict=True)):
-        row = builder.add_rows(table, [token], position)[0]
-        builder.draw(row, builder.add_params(draw_params(own.get(i))))
-    return builder.build()
+    """The same of one id of each sequence."""
+    return prompt_step(tables, ([token] for token in ids), position, own)
 
 
 def leaf_paths(parents: Sequence[int]) -> list[list[int]]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from server.engine.batch import Runner
 from server.model.build import RunnerSpec, build_runner
 from server.types import EngineSizes
-from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, run
 
 Logprobs = npt.NDArray[np.float32]
 
@@ -247,8 +247,7 @@ def step(
     """Run a batch; float32 [rows, V]: log-softmax of these rows."""
     for row in rows:
         builder.score(row, 0, vocab_size)
-    runner.launch(builder.build())
-    return all_logprobs(runner.wait(), vocab_size)
+    return all_logprobs(run(runner, builder.build()), vocab_size)
 
 
 def prefill(runner: Runner, ids: list[int], vocab_size: int = VOCAB_SIZE) -> Logprobs:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from server.engine.batch import Runner
-from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, run
 from tests.model.families import VOCAB_SIZE, Logprobs
 from vocab_store.enrichment import Enrichment
 
@@ -87,8 +87,7 @@ def logprobs(
     batch = builder.build()
     if places is not None:
         batch = replace(batch, seq_adapters=np.asarray(places, np.int32))
-    runner.launch(batch)
-    drawn = runner.wait()
+    drawn = run(runner, batch)
     return [all_logprobs(replace(drawn, score_top=[top]), len(top))[0] for top in drawn.score_top]
 
 

@@ -12,7 +12,7 @@ from server.engine.batch import NO_TOKEN_LEFT, Batch, Drawn, HeadSlice, Runner
 from server.types import SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params, run
 
 V = families.VOCAB_SIZE
 Ids = npt.NDArray[np.int32]
@@ -92,11 +92,6 @@ def verification(parts: list[Batch]) -> Batch:
         draw_mask=rows * 0 - 1,
         params=params,
     )
-
-
-def run(runner: Runner, batch: Batch) -> Drawn:
-    runner.launch(batch)
-    return runner.wait()
 
 
 def assert_equal(got: Drawn, want: Drawn, atol: float = 0.0) -> None:

@@ -19,7 +19,7 @@ from server.model.cpu.records import PANEL
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
 from server.types import SamplingParams
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.batches import BatchBuilder, Pages, draw_params, run
 from tests.model.cpu_models import cpu_runner
 from tests.model.slice_cases import (
     assert_equal,
@@ -31,7 +31,6 @@ from tests.model.slice_cases import (
     check_where_nothing_is_allowed,
     ids_of,
     make_slices,
-    run,
     uncached,
 )
 

@@ -15,7 +15,7 @@ from server.model.cpu.kernels import embed_rows
 from server.model.cpu.runner import CpuRunner
 from server.model.cpu.weights import block_table, float_table
 from tests.model import families
-from tests.model.batches import Pages, decode_step
+from tests.model.batches import Pages, decode_step, run
 from tests.model.cpu.integers.cases import GGML, ggml_rows
 from tests.model.cpu_models import cpu_runner
 
@@ -86,23 +86,20 @@ def test_a_batch_that_comes_again_gives_the_bits_of_a_new_one(
         batch = decode_step(tables, ids, 0)
         for start in range(40):
             if start in (9, 10, 30):
-                runner.launch(decode_step(others, [7] * 5, start % 10))
-                runner.wait()
+                run(runner, decode_step(others, [7] * 5, start % 10))
             if start and comes_again:
                 _move_on(batch, tables, ids, start)
             elif start:
                 batch = decode_step(tables, ids, start)
-            runner.launch(batch)
-            ids = runner.wait().token_ids.tolist()
+            ids = run(runner, batch).token_ids.tolist()
             steps.append((ids, runner._scratch.hidden[:3].tobytes()))
         runner._cache.values.view(np.float32)[:, :, tables[1].blocks[0]] = np.nan
         _move_on(batch, tables, ids, 40)
-        runner.launch(batch)
-        drawn = runner.wait()
+        drawn = run(runner, batch)
         assert [*drawn.problems] == [1]
         ids = drawn.token_ids.tolist()
-        runner.launch(decode_step(tables[::2], ids[::2], 41))
-        steps += [(ids, b""), (runner.wait().token_ids.tolist(), b"")]
+        last = run(runner, decode_step(tables[::2], ids[::2], 41))
+        steps += [(ids, b""), (last.token_ids.tolist(), b"")]
         found.append(steps)
         runner.close()
     assert found[0] == found[1]

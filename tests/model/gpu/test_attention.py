@@ -17,7 +17,15 @@ from server.model.gpu.transfers import Upload
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, decode_step, draw_params
+from tests.model.batches import (
+    BatchBuilder,
+    Pages,
+    all_logprobs,
+    decode_step,
+    draw_params,
+    prompt_step,
+    run,
+)
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
 from tests.model.gpu.needs import interpreted, quiet
 from tests.model.torch_runners import body_of, runner_over
@@ -127,10 +135,7 @@ def test_a_runner_with_kernels_is_the_torch_runner(
         if attention == "triton" and bucketed:
             use_graphs(runner, graphs)
         batches = tree_steps(Pages(64, seed=3), begins=(61, 0, 10))
-        drawn = []
-        for batch in batches:
-            runner.launch(batch)
-            drawn.append(runner.wait())
+        drawn = [run(runner, batch) for batch in batches]
         if bucketed and attention == "triton":
             assert body.steps() == (1, 2, 1)
             assert body.plan(batches[-1]).num_splits == 4, "three are padded to a graph's"
@@ -175,15 +180,11 @@ def test_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPatch) ->
             use_graphs(runner, graphs)
         pages = Pages(64, seed=5)
         tables = [pages.sequence(60) for _ in range(3)]
-        prompt = BatchBuilder()
-        for i, table in enumerate(tables):
-            row = prompt.add_rows(table, [4 + i, 9, 30 - i] * 3, 0)[-1]
-            prompt.draw(row, prompt.add_params(draw_params()))
-        runner.launch(prompt.build())
-        ids = [runner.wait().token_ids.tolist()]
+        prompt = prompt_step(tables, [[4 + i, 9, 30 - i] * 3 for i in range(3)])
+        ids = [run(runner, prompt).token_ids.tolist()]
         for step in range(3):
-            runner.launch(decode_step(tables, ids[-1], 9 + step, {1: noisy} if step == 1 else {}))
-            ids.append(runner.wait().token_ids.tolist())
+            batch = decode_step(tables, ids[-1], 9 + step, {1: noisy} if step == 1 else {})
+            ids.append(run(runner, batch).token_ids.tolist())
         tree = BatchBuilder()
         rows = tree.add_rows(tables[0], [ids[-1][0]], 12)
         rows += tree.add_tree(tables[0], 12, [5, 6, 7], [-1, 0, -1])
@@ -191,16 +192,15 @@ def test_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPatch) ->
             tree.draw(row, tree.add_params(draw_params()))
         moves = decode_step(tables, ids[-1], 12, dict.fromkeys(range(3), biased))
         for batch in (tree.build(), moves, tree.build()):
-            runner.launch(batch)
-            ids.append(runner.wait().token_ids.tolist())
+            ids.append(run(runner, batch).token_ids.tolist())
         assert uploads == [own] * 7
         uploads.clear()
         if attention == "triton":
             assert graphs.keys == [GraphKey(4, 1)] * 6
             assert graphs.num_forgotten == 1 and graphs.num_captured == 2
             graphs.refused.add(GraphKey(4, 1))
-            runner.launch(tree.build())
-            assert runner.wait().token_ids.tolist() == ids[-1] and len(graphs.keys) == 6
+            assert run(runner, tree.build()).token_ids.tolist() == ids[-1]
+            assert len(graphs.keys) == 6
         found.append(ids)
         runner.close()
     assert found[0] == found[1]

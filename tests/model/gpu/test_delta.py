@@ -13,7 +13,6 @@ import torch
 
 from server.model.draws import batch_rows
 from server.model.gpu import recurrent
-from server.model.gpu.generic import take_over
 from server.model.gpu.recurrent import (
     CONTINUES,
     RELOAD,
@@ -27,20 +26,17 @@ from server.model.gpu.recurrent import (
 from server.model.gpu.runner import TorchRunner
 from server.model.states import StatePlaces
 from server.types import SpeculationParams
-from tests.model import families, generic_models
+from tests.model import generic_models
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
+from tests.model.gpu.graph_stand_in import module_of
 from tests.model.gpu.needs import interpreted
 from tests.model.slice_engines import requests_of, serve
 from tests.model.test_hf_equality import against
 from tests.model.torch_runners import body_of, runner_over
 
-V = families.VOCAB_SIZE
-
 
 def hybrid(**options: Any) -> TorchRunner:
-    module: Any = generic_models.build("qwen3_5_text")
-    take_over(module, V)
-    return runner_over(module, **options)
+    return runner_over(module_of("qwen3_5_text"), **options)
 
 
 @pytest.mark.parametrize("keep", [0, 2, 20])

@@ -9,17 +9,16 @@ import pytest
 from server.errors import UnsupportedModelError
 from server.model.gpu.generic import take_over
 from tests.model.cpu.test_generic import WithoutWindow
-from tests.model.families import MAX_LEN, VOCAB_SIZE
+from tests.model.families import VOCAB_SIZE
 from tests.model.generic_models import ON_CUDA, build
+from tests.model.gpu.graph_stand_in import module_of
 from tests.model.test_hf_equality import against
 from tests.model.torch_runners import runner_over
 
 
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_logits_are_those_of_transformers_in_chunks_and_trees(name: str) -> None:
-    module: Any = build(name)
-    take_over(module, VOCAB_SIZE)
-    runner: Any = runner_over(module, max_model_len=MAX_LEN)
+    runner = runner_over(module_of(name))
     cases = against(runner, build(name))
     cases.chunks(60, 37)
     cases.tree(14)

@@ -16,7 +16,7 @@ from server.model.gpu.transfers import Array
 from server.model.loader import finish_module
 from tests.gpu.test_cuda import sampled_batch
 from tests.model import families
-from tests.model.batches import Pages
+from tests.model.batches import Pages, run
 from tests.model.generic_models import ON_CUDA
 from tests.model.gpu.graph_stand_in import module_of
 from tests.model.gpu.test_attention import tree_steps
@@ -59,5 +59,4 @@ def test_a_step_asks_the_device_for_no_number(name: str, monkeypatch: pytest.Mon
         kept = replace(sliced, draw_keep=np.arange(8, dtype=np.int32))
         batches += [sampled_batch(Pages(64).sequence(64), 20), kept, replace(sliced, num_likely=3)]
     for batch in batches:
-        runner.launch(batch)
-        runner.wait()  # raises what the step met
+        run(runner, batch)  # raises what the step met

@@ -16,7 +16,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.shape import shape_of
 from server.types import EngineSizes
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.batches import Pages, prompt_step, run
 from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
 from tests.model.gpu.needs import needs_peft
 from tests.model.peft_adapters import enriched, lora
@@ -58,11 +58,8 @@ def small(largest: int = 0) -> TorchRunner:
 
 
 def drawn(runner: TorchRunner) -> list[int]:
-    builder = BatchBuilder()
-    row = builder.add_rows(Pages(16).sequence(40), list(range(3, 43)), 0)[-1]
-    builder.draw(row, builder.add_params(draw_params()))
-    runner.launch(builder.build())
-    return [int(i) for i in runner.wait().token_ids]
+    batch = prompt_step([Pages(16).sequence(40)], [range(3, 43)])
+    return [int(i) for i in run(runner, batch).token_ids]
 
 
 def test_kv_has_its_share_of_what_the_largest_steps_leave(

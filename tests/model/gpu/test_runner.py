@@ -21,7 +21,8 @@ from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
 from server.types import DeviceFigures, SamplingParams
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.attention_cases import batch_of
+from tests.model.batches import BatchBuilder, Pages, draw_params, prompt_step, run
 from tests.model.families import tokens, truth
 from tests.model.torch_runners import head_of, runner_over
 
@@ -52,8 +53,7 @@ def test_nan_logits_are_reported_by_the_draw() -> None:
     row = builder.add_rows(Pages(NUM_BLOCKS).sequence(5), tokens(5, 8), 0)[-1]
     builder.draw(row, builder.add_params(draw_params()))
     builder.draw(row, builder.add_params(draw_params(SamplingParams(seed=1))))
-    made.launch(builder.build())
-    problems = made.wait().problems
+    problems = run(made, builder.build()).problems
     assert [*problems] == [0, 1] and all("NaN" in problem for problem in problems.values())
     made.close()
 
@@ -99,12 +99,9 @@ def test_splits_follow_the_history_and_float32_has_small_tiles() -> None:
 
 def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
     ids = tokens(12, 9)
-    builder = BatchBuilder()
-    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(12), ids, 0)[-1]
-    builder.draw(row, builder.add_params(draw_params()))
     made = make()
     assert made.warm_up() == 4  # 65 rows at once do not fit 64 batched tokens
-    made.launch(builder.build())
+    made.launch(prompt_step([Pages(NUM_BLOCKS).sequence(12)], [ids]))
     with pytest.raises(RuntimeError, match="in flight"):
         made.warm_up()
     assert made.wait().token_ids.tolist() == [int(truth(families.build("llama"), ids)[-1].argmax())]
@@ -229,22 +226,9 @@ def tile_shape(group_size: int = 3, max_partials: int = 10_000) -> attention.Til
     return attention.TileShape(group_size, 256, 8, max_partials)
 
 
-def mixed_batch() -> BatchBuilder:
-    """Two decode rows, a root with its tree, and a chunk of 200 prompt rows."""
-    pages = Pages(200)
-    builder = BatchBuilder()
-    builder.add_rows(pages.sequence(700), [1], 699)
-    builder.add_rows(pages.sequence(100), [1], 99)
-    tree = pages.sequence(400)
-    builder.add_rows(tree, [1], 300)
-    builder.add_tree(tree, 300, [1] * 8, [-1, 0, 1, 2, 3, 4, 5, 6])
-    builder.add_rows(pages.sequence(230), [1] * 200, 30)
-    return builder
-
-
 @pytest.mark.parametrize("max_partials", [10_000, 20, 0])
 def test_tiles_cover_every_row_once(max_partials: int) -> None:
-    batch = mixed_batch().build()
+    batch = batch_of("mixed")
     plan = attention.plan_tiles(batch, tile_shape(max_partials=max_partials))
     covered = []
     parts = {}
@@ -258,9 +242,11 @@ def test_tiles_cover_every_row_once(max_partials: int) -> None:
             assert tile[attention.TILE_MAX_PREFIX] == batch.prefix_len[rows].max()
             assert tile[attention.TILE_MIN_POSITION] == batch.positions[rows].min()
             nodes = rows[batch.path_len[rows] > 0]
-            if nodes.shape[0]:  # the tree's first node is row 3
-                assert tile[attention.TILE_TREE_START] == 3
-                assert tile[attention.TILE_NUM_TREE] == nodes[-1] - 3 + 1
+            if nodes.shape[0]:
+                tree = (batch.seq_ids == batch.seq_ids[start]) & (batch.path_len > 0)
+                first = np.flatnonzero(tree)[0]
+                assert tile[attention.TILE_TREE_START] == first
+                assert tile[attention.TILE_NUM_TREE] == nodes[-1] - first + 1
             else:
                 assert tile[attention.TILE_NUM_TREE] == 0
             assert num_splits * 256 >= tile[attention.TILE_MAX_PREFIX] or num_splits == 1
@@ -271,7 +257,7 @@ def test_tiles_cover_every_row_once(max_partials: int) -> None:
     assert [parts[i] for i in range(len(parts))] == plan.split_rows.tolist()
     assert len(parts) * plan.num_splits <= max(max_partials, 0)
     if max_partials == 10_000:
-        assert plan.num_splits == 3 and len(parts) == 11  # 700 keys; all but the prompt chunk
+        assert plan.num_splits == 3 and len(parts) == 55  # 600 keys; all but the longer chunk
 
 
 def test_ancestors_are_the_paths() -> None:

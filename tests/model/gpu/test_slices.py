@@ -28,7 +28,7 @@ from server.model.gpu.transfers import Beside
 from server.types import EngineSizes, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params, run
 from tests.model.slice_cases import (
     assert_equal,
     assert_likely,
@@ -39,7 +39,6 @@ from tests.model.slice_cases import (
     check_where_nothing_is_allowed,
     ids_of,
     make_slices,
-    run,
     uncached,
 )
 from tests.model.slice_engines import asking, assert_same, requests_of, serve
@@ -66,11 +65,8 @@ def make(
     if place != "device" or not tied:
         tables["embedding"] = tables["head"] if tied else embed.weight.detach().cpu()
         embed.weight = torch.nn.Parameter(embed.weight.to("meta"), requires_grad=False)
-    numbers: dict[str, Any] = {
-        "device": str(device),
-        "verify_on_cpu": place == "cpu",
-    }
-    return runner_over(module, **(numbers | tables | options))
+    tables |= {"device": str(device), "verify_on_cpu": place == "cpu"}
+    return runner_over(module, **(tables | options))
 
 
 @pytest.fixture(

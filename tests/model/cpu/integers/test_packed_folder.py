@@ -26,6 +26,7 @@ from server.model.cpu.integers.weights import dequantised, quantised, spread, sp
 from server.model.cpu.tensors import Rows
 from server.model.scoring import Text, prompt_batch, score
 from server.types import EngineSizes
+from tests.model.batches import run
 from tests.model.tiny_models import save_tiny
 
 TEXTS = [Text(tuple(range(3, 60)), 1), Text(tuple(range(90, 40, -1)), 1)]
@@ -260,8 +261,7 @@ def test_what_is_measured_is_what_goes_into_the_products(
 def test_layers_one_by_one_give_what_a_step_gives(folder: Path) -> None:
     runner: Any = _runner(folder, "int8-blocks")
     batch = prompt_batch(TEXTS[0])
-    runner.launch(batch)
-    runner.wait()
+    run(runner, batch)
     whole = np.array(runner.embed(batch).hidden)
     for layer in range(len(_weights(runner).layers.norms)):
         buffers = runner.run_layer(batch, layer)
