@@ -150,26 +150,6 @@ def test_it_is_what_peft_computes(case: Case) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
 
 
-def test_a_dropped_place_is_free_again(tmp_path: Path) -> None:
-    runner = cpu_runner(families.build("llama"))
-    for seed in (1, 2):
-        lora(families.build("llama"), tmp_path / str(seed), seed)
-    first, second = (runner.pack_adapter(str(tmp_path / str(seed))) for seed in (1, 2))
-    assert first.num_bytes > 0
-    ids = tokens(8, 1)
-    runner.hold_adapter(5, first)
-    before = alone(runner, ids, 5, 1)
-    with pytest.raises(ValueError, match="taken"):
-        runner.hold_adapter(5, second)
-    runner.drop_adapter(5)
-    runner.drop_adapter(5)
-    runner.hold_adapter(5, second)
-    assert not equal(alone(runner, ids, 5, 1), before)
-    runner.hold_adapter(2, first)
-    assert equal(alone(runner, ids, 2, 1), before)
-    runner.close()
-
-
 def test_what_cannot_stand_beside_a_base_is_refused(tmp_path: Path) -> None:
     """Layer 0 of LFM2 is a convolution: attention's matrices there would change nothing."""
     lora(families.build("llama"), tmp_path / "head", target_modules=["lm_head"])

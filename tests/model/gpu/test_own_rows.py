@@ -24,7 +24,7 @@ from server.types import AdapterOrder, Request, SamplingParams, SpeculationParam
 from tests.engine.scenarios import Collector, open_choices
 from tests.fakes.fake_drafters import FakeDrafter, liar_drafter
 from tests.model import families
-from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.batches import BatchBuilder, Pages, draw_params, run
 from tests.model.cpu_models import cpu_runner
 from tests.model.families import tokens, truth
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
@@ -78,8 +78,7 @@ def holding(runner: Any, folder: Path) -> Any:
 def step(runner: Runner, batch: Batch, places: Sequence[int] | None = None) -> Drawn:
     if places is not None:
         batch = replace(batch, seq_adapters=np.asarray(places, np.int32))
-    runner.launch(batch)
-    return runner.wait()
+    return run(runner, batch)
 
 
 @needs_peft
@@ -170,6 +169,8 @@ def test_ids_that_a_request_does_not_have_are_refused(llama_s: Path) -> None:
         with pytest.raises(ValueError, match="outside the vocabulary"):
             prompt_logprobs(runner, [[token]], [place])
     runner.drop_adapter(1)
+    with pytest.raises(ValueError, match="no adapter is held at place 1"):
+        prompt_logprobs(runner, [[3]], [1])
     runner.hold_adapter(1, runner.pack_adapter(str(llama_s / "0")))
     with pytest.raises(ValueError, match="outside the vocabulary"):
         prompt_logprobs(runner, [[V]], [1])
