@@ -15,7 +15,6 @@ from server.model.cpu.integers.forms import BY_NAME, FORMS, padded_inputs
 from server.model.cpu.integers.packed import FORM_OF
 from server.model.cpu.integers.weights import (
     dequantised,
-    from_ggml,
     quantised,
     spread,
     spread_weights,
@@ -26,43 +25,29 @@ from server.training.lora import LoraLinear, LoraOptions, Tuned, prepare
 from server.training.stored import Floats, Integers, open_base
 from tests.model import gguf_models
 from tests.model.bitsandbytes_files import save_as_bitsandbytes
+from tests.model.cpu.integers import cases
+from tests.model.cpu.integers.cases import GGML
 from tests.model.tiny_models import save_tiny
+from tests.training.tiny import shake
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 CPU = torch.device("cpu")
-ROW_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q4_k": 144, "q5_k": 176,
-             "q6_k": 210}  # fmt: skip
-"""Bytes of a block of 32, or of 256 (the K forms)."""
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.per_output])
-def test_numbers_of_a_file_are_those_that_are_served(form: object) -> None:
-    name = form.name  # type: ignore[attr-defined]
-    rng = np.random.default_rng(3)
-    raw = rng.integers(0, 256, (6, 2 * ROW_BYTES[name]), np.uint8)
-    halves = rng.normal(size=(6, 2 * ROW_BYTES[name] // 2)).astype(np.float16) / 64
-    raw = halves.view(np.uint8) if name.endswith("_k") else raw
-    stored = from_ggml(name, raw)
-    scales = np.abs(rng.normal(size=stored.scales.shape)) / 8
-    if stored.tops is None:  # random bytes are no scales
-        minima = None if stored.minima is None else stored.scales.astype(np.float16) * 0 - 1
-        stored = type(stored)(stored.form, stored.numbers, scales.astype(np.float16), minima)
+@pytest.mark.parametrize("name", GGML)
+def test_numbers_of_a_file_are_those_that_are_served(name: str) -> None:
+    stored = cases.stored(name, 6, 512, 3)
     want = dequantised(stored)
-    num = want.shape[1]
+    size = float(np.abs(want).max())
     for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        matrix = Integers(stored, num - 3, CPU)
-        assert matrix.shape == (6, num - 3)
+        matrix = Integers(stored, 509, CPU)
+        assert matrix.shape == (6, 509)
         found = matrix.rows(slice(1, 5), dtype)
         assert found.dtype == dtype
-        size = float(np.nanmax(np.abs(want)))
-        np.testing.assert_allclose(
-            found.float().numpy(), want[1:5, : num - 3], atol=error * size, equal_nan=True
-        )
+        np.testing.assert_allclose(found.float().numpy(), want[1:5, :509], atol=error * size)
         rows = matrix.rows(torch.tensor([4, 0, 4]), torch.float32)
-        np.testing.assert_allclose(
-            rows.numpy(), want[[4, 0, 4], : num - 3], atol=1e-6 * size, equal_nan=True
-        )
+        np.testing.assert_allclose(rows.numpy(), want[[4, 0, 4], :509], atol=1e-6 * size)
 
 
 def test_a_matrix_whose_inputs_are_spread_is_what_it_makes_of_inputs() -> None:
@@ -123,11 +108,7 @@ def over_base(model: Path, form: str) -> Tuned:
     module, matrix_of = open_base(str(model), form, dtype=torch.float32, device=CPU)
     torch.manual_seed(4)
     given = prepare(module, matrix_of, None, LoraOptions(4, 8), tokenizer="t")
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for _, parameter in given.trained():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return given
+    return shake(given, 5)
 
 
 @pytest.mark.parametrize(
