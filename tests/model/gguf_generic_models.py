@@ -38,6 +38,7 @@ def _phi2(writer: Writer, config: Any) -> None:
 
 
 _NETS = {
+    "num_hidden_layers": 4,
     "head_dim": 32,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,

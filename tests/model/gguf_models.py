@@ -26,7 +26,7 @@ _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -180,13 +180,7 @@ MODELS: dict[str, GgufModel] = {
     ),
     "qwen2": GgufModel("Qwen2ForCausalLM", "qwen2", {"tie_word_embeddings": True}),
     "qwen3": GgufModel("Qwen3ForCausalLM", "qwen3", {"head_dim": 32, "rope_parameters": _YARN}),
-    "gemma2": like(
-        "gemma2",
-        "gemma2",
-        {"query_pre_attn_scalar": 16, "layer_types": [_SLIDING, _FULL] * 2},
-        norms=1.0,
-        about=_gemma2,
-    ),
+    "gemma2": like("gemma2", "gemma2", {"query_pre_attn_scalar": 16}, norms=1.0, about=_gemma2),
     "gemma3_text": GgufModel(
         "Gemma3ForCausalLM",
         "gemma3",
@@ -205,7 +199,11 @@ MODELS: dict[str, GgufModel] = {
     "smollm3": GgufModel(
         "SmolLM3ForCausalLM",
         "smollm3",
-        {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e6}},
+        {
+            "num_hidden_layers": 4,  # of which the last is without rotary
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 5e6},
+        },
         permuted=True,
         about=_rotated,
     ),
@@ -232,21 +230,15 @@ MODELS: dict[str, GgufModel] = {
     "granitemoehybrid": like(
         "granitemoehybrid",
         "granite",
-        {
-            "layer_types": [_FULL] * 4,
-            "position_embedding_type": "rope",
-            "tie_word_embeddings": True,
-        },
+        {"position_embedding_type": "rope", "tie_word_embeddings": True},
         permuted=True,
         about=_granite,
     ),
     "olmo2": GgufModel("Olmo2ForCausalLM", "olmo2"),
-    "olmo3": GgufModel(
-        "Olmo3ForCausalLM",
+    "olmo3": like(
+        "olmo3",
         "olmo2",
         {
-            "sliding_window": WINDOW,
-            "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
             "rope_parameters": {
                 _FULL: {**_YARN, "attention_factor": 1.1, "beta_fast": 16.0},
                 _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
@@ -272,24 +264,9 @@ MODELS: dict[str, GgufModel] = {
     ),
     "ernie4_5": GgufModel("Ernie4_5ForCausalLM", "ernie4_5", {"tie_word_embeddings": True}),
     "hunyuan_v1_dense": like("hunyuan_v1_dense", "hunyuan-dense", {}, about=_hunyuan),
-    "exaone4": GgufModel(
-        "Exaone4ForCausalLM",
-        "exaone4",
-        {"sliding_window": WINDOW, "layer_types": [_SLIDING, _SLIDING, _FULL, _FULL]},
-        about=_exaone4,
-    ),
+    "exaone4": like("exaone4", "exaone4", {}, about=_exaone4),
     "glm4": like("glm4", "glm4", {}, about=_glm4),
-    "lfm2": GgufModel(
-        "Lfm2ForCausalLM",
-        "lfm2",
-        {
-            "layer_types": ["conv", _FULL, "conv", _FULL],
-            "intermediate_size": 144,
-            "block_multiple_of": 32,
-            "tie_word_embeddings": True,
-        },
-        about=_lfm2,
-    ),
+    "lfm2": like("lfm2", "lfm2", {"intermediate_size": 144, "block_multiple_of": 32}, about=_lfm2),
 }
 """By model_type."""
 
