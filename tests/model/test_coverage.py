@@ -10,7 +10,7 @@ from typing import Any
 
 from server.model.families import FAMILIES
 from server.model.gguf_config import ARCHITECTURES
-from tests.model import families, test_families, test_gguf_families, test_greedy, test_hf_equality
+from tests.model import families, test_families, test_gguf_families, test_hf_equality
 from tests.model.cpu import test_family_engines
 from tests.model.cpu import test_generic as cpu_generic
 from tests.model.generic_models import GENERIC
@@ -29,13 +29,13 @@ def _params(test: Any) -> set[str]:
 
 
 COLUMNS: dict[str, Callable[[], set[str]]] = {
-    "CPU": lambda: _params(test_greedy.test_greedy_ids_are_those_of_transformers),
     "CUDA": lambda: {families.model_type(name) for name in test_hf_equality.FAMILIES},
-    "drafts": lambda: _params(test_family_engines),
-    "slices": lambda: _params(test_family_engines),
-    "exact": lambda: _params(test_family_engines),
-    "adapters": lambda: _params(
-        test_families.test_a_saved_model_of_every_family_is_served_and_an_adapter_merged
+    **dict.fromkeys(("drafts", "slices", "exact"), lambda: _params(test_family_engines)),
+    **dict.fromkeys(
+        ("CPU", "adapters"),
+        lambda: _params(
+            test_families.test_a_saved_model_of_every_family_is_served_and_an_adapter_merged
+        ),
     ),
     "GGUF": lambda: _params(test_gguf_families.test_a_file_gives_transformers_logits_in_both_forms),
 }

@@ -60,7 +60,7 @@ def test_a_saved_model_of_every_family_is_served_and_an_adapter_merged(
 ) -> None:
     module = families.build(family)
     _save(module, tmp_path)
-    ids = tokens(40, 3)
+    ids = tokens(50, 3)
     plain = truth(module, ids)
     _close(served(tmp_path, ids), plain)
     _adapter(module, tmp_path / "adapter")

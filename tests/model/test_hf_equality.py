@@ -1,9 +1,8 @@
 """The GPU's paged forward, on the CPU, against transformers' own, to 1e-4 in float32.
 
 The runner gives log-softmax over whole rows through scores that ask for all ids; transformers'
-untouched eager forward on the full sequence is the truth. For the CPU's path test_families.py and
-test_greedy.py tie every family to transformers, cpu/test_bits.py chunks, trees and forks to a
-plain prefill.
+untouched eager forward on the full sequence is the truth. For the CPU's path test_families.py ties
+every family to transformers, cpu/test_bits.py chunks, trees and forks to a plain prefill.
 """
 
 from __future__ import annotations

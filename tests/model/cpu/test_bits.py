@@ -1,7 +1,6 @@
 """On a CPU every row has the same bits however it got there (docs/DESIGN.md 1.1, Numerics).
 
-The truth here is our own one-token-at-a-time loop; test_families.py and test_greedy.py tie it to
-transformers.
+The truth here is our own one-token-at-a-time loop; test_families.py ties it to transformers.
 """
 
 from __future__ import annotations
