@@ -62,14 +62,6 @@ def test_module_in_bfloat16_keeps_rotary_frequencies(folder: Path) -> None:
     assert rotary and set(rotary.values()) == {torch.float32}
 
 
-def test_skipped_weights_stay_on_meta(folder: Path) -> None:
-    save_tiny(folder, "llama-scaled")
-    skip = ("model.embed_tokens.weight", "lm_head.weight")
-    module = build_module(open_model(folder), torch.float32, torch.device("cpu"), skip=skip)
-    meta = {name for name, p in module.named_parameters() if p.is_meta}
-    assert meta == set(skip)
-
-
 def test_module_owns_its_memory(folder: Path) -> None:
     """Overwriting the file under a running server must not change its weights."""
     save_tiny(folder, "llama")

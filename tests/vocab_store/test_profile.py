@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example as given_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -246,6 +247,7 @@ def test_edge_llm_maps_are_exchanged(tmp_path: Path) -> None:
 
 @settings(max_examples=examples(300))
 @given(st.text("abcdefghijklmnopqrstuvwxyz TFPS.,", max_size=40), st.booleans())
+@given_example("The capital of France is Paris.", True)  # whose words are merged
 def test_a_pruned_tokenizer_writes_kept_texts_as_before(text: str, byte_level: bool) -> None:
     """What breaks it: other texts get more ids, but are still the same text."""
     tokenizer = byte_level_tokenizer() if byte_level else sentencepiece_tokenizer()

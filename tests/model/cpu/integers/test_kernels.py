@@ -7,7 +7,7 @@ import pytest
 
 from drafters.target import TARGETS, chosen, runs_here
 from server.model.cpu.integers.forms import FORMS, PANEL
-from server.model.cpu.integers.weights import Stored, spread, spread_weights
+from server.model.cpu.integers.weights import Stored, spread
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import INTEGER_KERNEL, ROW_SPAN, Float32, integer_kernel
 from tests.model.cpu.integers import reference
@@ -140,15 +140,6 @@ def _factors(width: int) -> Float32:
 @pytest.mark.parametrize("width", [32, 40, 250, 1536])
 def test_inputs_are_spread_as_the_reference_does(width: int) -> None:
     check_spread(width)
-
-
-def test_spread_inputs_and_weights_have_the_product_of_both() -> None:
-    rng = np.random.default_rng(12)
-    x, weight = inputs(7, 250, 12), rng.normal(size=(40, 250)).astype(np.float32)
-    factors = _factors(250)
-    got = spread(x, factors).astype(np.float64) @ spread_weights(weight, factors).T
-    want = x.astype(np.float64) @ weight.T
-    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
 
 
 def test_a_row_that_no_thread_has_room_for_is_refused() -> None:
