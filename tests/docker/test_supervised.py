@@ -26,6 +26,7 @@ import yaml
 
 from loadtest.peer import free_port
 from tests.docker.test_container_files import UNIT, unit
+from tests.processes import Running
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -81,49 +82,32 @@ def test_the_unit_serves_the_server_yaml_that_its_head_installs_until_the_last_e
     for source in copied.split():
         path = REPOSITORY / source
         (shutil.copytree if path.is_dir() else shutil.copy)(path, etc / path.name)
-    port = free_port()
     settings = yaml.safe_load((etc / "server.yaml").read_text())
-    settings["listen"]["port"] = port
     settings["models"] = [{"name": "tiny", "path": str(folder / "tiny")}]
     settings["keys"] = [{"id": "one", "key": "sk-one"}]
     settings["limits"]["max_body_bytes"] = 2048
-    settings["engine"] |= {"kv_cache_memory": "64MiB", "max_num_seqs": 4}
+    settings["engine"] |= {"max_num_seqs": 4}
     settings["restart"] = {"max_restarts": 0}
     (etc / "server.yaml").write_text(json.dumps(settings))
     start = unit()["Service"]["ExecStart"].replace("/etc/tailor", str(etc)).split()
-    assert start[0] == "/opt/tailor/bin/tailor"
-    told = folder / "unit.log"
+    assert start[:2] == ["/opt/tailor/bin/tailor", "serve"]
 
-    def status(prompt: str, **headers: str) -> int:
-        body = json.dumps({"model": "extraction", "prompt": prompt, "max_tokens": 2}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions", body,
-            {"content-type": "application/json", **headers},
-        )  # fmt: skip
+    def status(prompt: str, key: str | None = None) -> int:
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return int(answer.status)
+            body = {"model": "extraction", "prompt": prompt, "max_tokens": 2}
+            server.ask("/v1/completions", body, key)
         except urllib.error.HTTPError as error:
             with error:
                 return error.code
+        return 200
 
-    with told.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "server.commands.cli", *start[1:]],
-            cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment(folder)},
-        )  # fmt: skip
-    try:
-        wait(lambda: serves(port), told=told.read_text)
-        key = {"authorization": "Bearer sk-one"}
+    with Running(start[2:], environment(folder), cwd=folder) as server:
         assert status("the") == 401
-        assert status("the", **key) == 200  # extraction: a task of the copied folder
-        assert status("the " * 1000, **key) == 413
-        engine_of(process.pid).kill()
-        assert process.wait(LIMIT_S) == 1 and "no engine is left" in told.read_text()
-    finally:
-        process.kill()
-        process.wait()
+        assert status("the", "sk-one") == 200  # extraction: a task of the copied folder
+        assert status("the " * 1000, "sk-one") == 413
+        engine_of(server.process.pid).kill()
+        server.wait_for("no engine is left")
+        assert server.process.wait(LIMIT_S) == 1
 
 
 def test_systemd_reads_the_unit_without_a_complaint(tmp_path: Path) -> None:

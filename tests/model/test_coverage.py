@@ -23,8 +23,9 @@ OTHERS, OTHERS_END = "<!-- generic -->\n", "<!-- /generic -->"
 
 
 def _params(test: Any) -> set[str]:
-    """The families that a test is parametrized over, as transformers names them."""
-    (names,) = [mark.args[1] for mark in test.pytestmark if mark.args[0] == "family"]
+    """The models that a test is parametrized over, as transformers names them."""
+    kinds = ("family", "name", "runner")
+    (names,) = [mark.args[1] for mark in test.pytestmark if mark.args[0] in kinds]
     return {families.model_type(name) for name in names}
 
 
@@ -56,23 +57,19 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _names(test: Any) -> set[str]:
-    """The generic models that a test is parametrized over."""
-    (mark,) = [mark for mark in test.pytestmark if mark.args[0] in ("name", "runner")]
-    return set(mark.args[1])
-
-
 OTHER_COLUMNS: dict[str, Callable[[], set[str]]] = {
     "CPU": lambda: set(GENERIC),
-    "CUDA": lambda: _names(gpu_generic.test_logits_are_those_of_transformers_in_chunks_and_trees),
+    "CUDA": lambda: _params(gpu_generic.test_logits_are_those_of_transformers_in_chunks_and_trees),
     **dict.fromkeys(
         ("drafts", "slices", "exact"),
-        lambda: _names(cpu_generic.test_drafts_slices_and_exact_change_no_bit),
+        lambda: _params(cpu_generic.test_drafts_slices_and_exact_change_no_bit),
     ),
-    "adapters": lambda: _names(
+    "adapters": lambda: _params(
         cpu_generic.test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model
     ),
-    "GGUF": lambda: _names(test_gguf_families.test_a_file_of_a_generic_model_is_served_from_floats),
+    "GGUF": lambda: _params(
+        test_gguf_families.test_a_file_of_a_generic_model_is_served_from_floats
+    ),
 }
 
 

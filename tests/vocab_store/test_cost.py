@@ -86,7 +86,7 @@ def test_every_pair_of_chances_has_a_cost(miss: float, early_end: float, every: 
     assert best_verify_every(costs, 100, miss, every)[1] <= cost * (1 + 1e-12)
 
 
-def enumerated_cost_s(costs: HeadCosts, num_ids: int, miss: float, every: int) -> float:
+def enumerated_cost_s(costs: HeadCosts, num_ids: float, miss: float, every: int) -> float:
     """The cost from its definition alone."""
     step = costs.body_s + costs.full_s * num_ids / costs.vocab_size
     return (every * step + costs.full_s) / by_enumeration(miss, every)
@@ -110,8 +110,7 @@ def test_best_fill_is_the_cheapest_prefix(
     for count in range(len(gains) + 1):
         left = min(1.0, max(0.0, miss - sum(gains[:count])))
         for every in range(1, max_verify_every + 1):
-            step = body_s + full_s * (20 + 3.5 + count) / 200
-            prices.append((every * step + full_s) / by_enumeration(left, every))
+            prices.append(enumerated_cost_s(costs, 20 + 3.5 + count, left, every))
     assert fill.cost_s == pytest.approx(min(prices), rel=1e-7)
     assert full_cost_s(costs) == pytest.approx(body_s + full_s)
     left = min(1.0, max(0.0, miss - sum(gains[: fill.num_fill])))
