@@ -11,7 +11,7 @@ import numpy.typing as npt
 from server.engine.batch import NO_TOKEN_LEFT, Batch, Drawn, HeadSlice, Runner
 from server.types import SamplingParams
 from tests.fakes import reference_sampler as sampling
-from tests.model import families
+from tests.model import families, slice_engines
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params, run
 
 V = families.VOCAB_SIZE
@@ -19,19 +19,7 @@ Ids = npt.NDArray[np.int32]
 
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.0, num_logprobs=5),
-    SamplingParams(temperature=1.0, seed=3),
-    SamplingParams(temperature=0.8, seed=4, top_p=0.7, num_logprobs=3),
-    SamplingParams(temperature=1.2, seed=5, top_k=7, min_p=0.01),
-    SamplingParams(
-        temperature=0.9,
-        seed=6,
-        repetition_penalty=1.4,
-        frequency_penalty=0.6,
-        presence_penalty=-0.4,
-        logit_bias=((3, 4.0), (60, -100.0), (190, 2.0)),
-    ),
-    SamplingParams(temperature=1.0, seed=7, min_tokens=4, top_p=0.9),
+    *(replace(own, seed=i) for i, own in enumerate(slice_engines.SAMPLINGS)),
     SamplingParams(temperature=0.0, num_logprobs=0, logprob_token_ids=(2, 9, 60, V - 1)),
 ]
 
