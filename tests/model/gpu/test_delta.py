@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +23,20 @@ from server.model.gpu.recurrent import (
     delta_torch,
     plan_items,
 )
+from server.model.gpu.runner import TorchRunner
 from server.model.states import StatePlaces
+from server.types import SpeculationParams
 from tests.model import generic_models
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
 from tests.model.gpu.graph_stand_in import module_of
 from tests.model.gpu.needs import interpreted
+from tests.model.slice_engines import requests_of, serve
 from tests.model.test_hf_equality import against
 from tests.model.torch_runners import body_of, runner_over
+
+
+def hybrid(**options: Any) -> TorchRunner:
+    return runner_over(module_of("qwen3_5_text"), **options)
 
 
 @pytest.mark.parametrize("keep", [0, 2, 20])
@@ -38,7 +47,7 @@ def test_rows_have_transformers_logits_and_a_lost_state_is_replayed(
     of the roots of draft trees too. transformers' chunked form sums in another order than its own
     recurrent one, 1e-4 away."""
     monkeypatch.setattr(recurrent, "num_states", lambda max_num_seqs: keep)
-    made = runner_over(module_of("qwen3_5_text"))
+    made = hybrid()
     assert body_of(made).states.states.shape[1] == keep
     cases = against(made, generic_models.build("qwen3_5_text"), 2e-4)
     if keep == 20:
@@ -48,6 +57,21 @@ def test_rows_have_transformers_logits_and_a_lost_state_is_replayed(
         cases.tree(3)
     cases.neighbours()
     cases.tree(15)
+    made.close()
+
+
+def test_drafts_shared_blocks_and_preemption_change_no_text() -> None:
+    made = hybrid(num_blocks=48)
+    want, _ = serve(made, requests_of(0))
+    rng = Random(7)
+    preempted = 0
+    for blocks, seats in ((48, 8), (4, 4)):
+        kinds = SpeculationParams(), SpeculationParams("suffix", 6)
+        asked = [replace(r, speculation=rng.choice(kinds)) for r in requests_of(0)]
+        got, engine = serve(made, asked, num_blocks=blocks, max_num_seqs=seats)
+        preempted += engine.scheduler.num_preemptions
+        assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
+    assert preempted > 0
     made.close()
 
 

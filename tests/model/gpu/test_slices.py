@@ -29,7 +29,6 @@ from server.types import EngineSizes, SamplingParams
 from tests.fakes import reference_sampler as sampling
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params, run
-from tests.model.gpu.graph_stand_in import module_of
 from tests.model.slice_cases import (
     assert_equal,
     assert_likely,
@@ -380,13 +379,13 @@ def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: A
 
 @pytest.mark.parametrize(
     ("family", "place"),
-    [("llama", "device"), ("gemma3", "cpu"), ("lfm2", "stream"), ("qwen3_5_text", "device")],
+    [("llama", "device"), ("gemma3", "cpu"), ("lfm2", "stream")],
 )
 def test_exact_is_full_and_a_slice_s_text_is_its_own(family: str, place: str) -> None:
     """Texts and finish reasons, with and without drafts, beside other modes, with too few blocks
     for all (preemption) and too few rows for all slices."""
-    want, _ = serve(make(module_of(family)), requests_of(0))
-    runner = make(module_of(family), place)
+    want, _ = serve(make(families.build(family)), requests_of(0))
+    runner = make(families.build(family), place)
     rng = Random(7)
     missed = preempted = num_sliced = 0
     for blocks, seats, rows, modes in (
