@@ -1,4 +1,4 @@
-"""`trie` follows N-Gram-Trie's rules: worked by hand, and free of its public code's defects."""
+"""`trie` follows N-Gram-Trie's rules: those of the plain algorithm, and a draft worked by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from drafters.published.trie import NGramTrie, TrieDrafter
 from tests.drafters.trees import paths
-from tests.fakes.fake_drafters import check_tree
 from tests.profiles import examples
 
 A, B, C, D, E = range(5)
@@ -25,17 +24,6 @@ def frequencies_of(trie: NGramTrie) -> dict[tuple[int, ...], int]:
     for token, parent in trie.nodes[:2, 1:].T.tolist():
         paths.append((*paths[parent], token))
     return dict(zip(paths, trie.nodes[2].tolist(), strict=True))
-
-
-def test_the_worked_trie() -> None:
-    # n = 4, L_p = 2: windows abcd, bcda, cdab, dabe, abe, be.
-    frequencies = frequencies_of(NGramTrie(CONTEXT, 4, 2))
-    assert frequencies[(A, B, C, D)] == 1  # from abcd
-    assert frequencies[(B, C, D)] == 2  # from abcd's sub-prefix and from bcda
-    assert frequencies[(B, C, D, A)] == 1
-    assert frequencies[(A, B, E)] == 1  # one span of the text, though two windows yield it
-    assert frequencies[(A, B)] == 2  # from abcd, and from dabe (whose "abe" the window abe repeats)
-    assert (A, B, C, D, A) not in frequencies
 
 
 ids = st.integers(0, 3)
@@ -79,37 +67,6 @@ def test_the_worked_draft() -> None:
     assert paths(tree) == [(C,), (C, D), (E,)]
     # Match lengths and shares: a b occurs twice, each of the three once.
     assert tree.cell.tolist() == drafter.calibration.cells(0, [2, 3, 2], [0.5, 1.0, 0.5]).tolist()
-
-
-def test_matches_shorten_and_only_generated_tokens_match() -> None:
-    session = TrieDrafter(n=4, prefix_length=2).open(CONTEXT)
-    assert len(session.propose(8, 8)) == 0  # nothing generated yet, though the prompt ends in b e
-    session.extend([E, A])  # "e a" is not in the context, "a" is
-    assert session.propose(8, 8).token_ids[0] == B
-    session.extend([9])
-    assert len(session.propose(8, 8)) == 0
-
-
-def test_the_cut_keeps_what_fits_by_frequency() -> None:
-    # Published code collapses a cut to 64 nodes to about 25; here it is exact and closed.
-    rng = random.Random(1)
-    context = [rng.randrange(6) for _ in range(400)]
-    drafter = TrieDrafter(num_draft=64)
-    session = drafter.open(context)
-    session.extend(context[:1])
-    tree = session.propose(64, 64)
-    check_tree(tree)
-    assert len(tree) == 64
-    frequencies = frequencies_of(NGramTrie(context, drafter.n, drafter.prefix_length))
-    found = [(context[0], *path) for path in paths(tree)]
-    kept = [frequencies[path] for path in found]
-    dropped = [
-        count
-        for path, count in frequencies.items()
-        if len(path) > 1 and path[0] == context[0] and path not in found
-    ]
-    assert min(kept) >= max(dropped)
-    assert len(session.propose(5, 64)) == 5
 
 
 def test_a_marked_context_is_all_that_is_used() -> None:
