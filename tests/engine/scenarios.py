@@ -249,6 +249,12 @@ def random_workload(rng: Random) -> Workload:
     )
 
 
+def profile_of(ids: set[int], vocab: int, ends: tuple[int, ...] = EOS) -> VocabProfile:
+    """One with these ids and the ends, and none to fill it with."""
+    made = VocabSlice.make(sorted(ids | set(ends)), RequiredIds.of(vocab, eos_ids=ends))
+    return VocabProfile(made, np.empty(0, np.int32), np.empty(0, np.float32))
+
+
 def with_slices(
     work: Workload,
     rng: Random,
@@ -259,11 +265,10 @@ def with_slices(
 
     shares: of the vocabulary that may be in a profile; one is drawn per id."""
     vocab = work.model.vocab_size
-    required = RequiredIds.of(vocab, eos_ids=EOS)
     for name in ("a", "b"):
         ids = {*EOS, *(i for i in range(vocab) if rng.random() < rng.choice(shares))}
-        made = VocabSlice.make(sorted(ids), required)
         fill = np.asarray(sorted(set(range(vocab)) - ids), np.int32)
+        made = profile_of(ids, vocab).slice
         work.profiles[name] = VocabProfile(made, fill, np.zeros(fill.shape[0], np.float32))
 
     def sliced(request: Request) -> Request:

@@ -4,11 +4,11 @@ text of its own model; what is in memory is bounded; nothing is left behind."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -28,6 +28,7 @@ from tests.engine.scenarios import (
     drive,
     make_drafter,
     make_engine,
+    profile_of,
     random_workload,
     run_requests,
 )
@@ -36,8 +37,6 @@ from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fakes.token_table import table_of
 from tests.profiles import examples
 from tests.waiting import wait_until
-from vocab_store.profile import VocabProfile
-from vocab_store.slice import RequiredIds, VocabSlice
 
 
 @dataclass
@@ -137,25 +136,39 @@ def test_any_mix_gives_each_request_the_text_of_its_own_model(seed: int) -> None
     engine.close()
 
 
-def small(num: int, most: int) -> tuple[Engine, FakeRunner, Adapters]:
-    """An engine that knows `num` adapters a0@, a1@, ..., each with an id of its own."""
-    base = FakeModel(16, seed=1)
-    own = Adapters(
-        {f"a{i}@": FakeModel(17, seed=i + 2) for i in range(num)}, [b"%d " % i for i in range(17)]
-    )
-    runner = FakeRunner(base, fake_info(num_blocks=256))
-    runner.models = own.models
-    engine = Engine(runner, {}, EngineSettings(max_adapters=most))
-    engine.adapters.read = own.read
-    return engine, runner, own
+Small = Callable[..., tuple[Engine, FakeRunner, Adapters]]
+
+
+@pytest.fixture
+def small() -> Iterator[Small]:
+    """Makes engines with `num` adapters a0@, a1@, ..., each with an id of its own, of which at most
+    `most` are in memory. The first `known` are registered, by default all."""
+    engines: list[Engine] = []
+
+    def make(
+        num: int, most: int, known: int | None = None, **parts: Any
+    ) -> tuple[Engine, FakeRunner, Adapters]:
+        pieces = [b"%d " % i for i in range(17)]
+        own = Adapters({f"a{i}@": FakeModel(17, seed=i + 2) for i in range(num)}, pieces)
+        runner = FakeRunner(FakeModel(16, seed=1), fake_info(num_blocks=256))
+        runner.models = own.models
+        engines.append(Engine(runner, {}, EngineSettings(max_adapters=most), **parts))
+        engines[-1].adapters.read = own.read
+        for name in list(own.models)[:known]:
+            engines[-1].adapters.register(own.order(name), load=False)
+        return engines[-1], runner, own
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
 def ask(name: str, adapter: str, **sampling: Any) -> Request:
     return request_of(name, (3, 4, 5, 6, 7), adapter=adapter, **{"max_tokens": 5, **sampling})
 
 
-def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
-    engine, runner, own = small(50, 4)
+def test_many_are_known_and_few_in_memory_and_the_pinned_stay(small: Small) -> None:
+    engine, runner, own = small(50, 4, 0)
     engine.adapters.register(own.order("a0@", pinned=True))
     for name in list(own.models)[1:]:
         engine.adapters.register(own.order(name), load=False)
@@ -172,24 +185,20 @@ def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
     assert sum(f["num_loads"] for f in figures.values()) == 50
     assert sum(f["num_evictions"] for f in figures.values()) == 46
     assert figures["a49"]["num_bytes"] == runner_bytes(engine) > 0 == figures["a1"]["num_bytes"]
-    engine.close()
 
 
-def test_the_adapter_that_was_used_longest_ago_leaves_memory() -> None:
-    engine, _, own = small(3, 2)
-    for name in own.models:
-        engine.adapters.register(own.order(name), load=False)
+def test_the_adapter_that_was_used_longest_ago_leaves_memory(small: Small) -> None:
+    engine, _, _ = small(3, 2)
     for i, name in enumerate(("a0@", "a1@", "a0@", "a2@")):
         answers(engine, ask(f"r{i}", name))
     states = engine.adapters.controls["adapter_states"](None)
     assert {s["id"] for s in states if s["in_memory"]} == {"a0@", "a2@"}
-    engine.close()
 
 
-def test_one_that_is_known_is_pinned_and_read_elsewhere_once_it_is_registered_so() -> None:
-    engine, runner, own = small(2, 1)
-    for name in own.models:
-        engine.adapters.register(own.order(name), load=False)
+def test_one_that_is_known_is_pinned_and_read_elsewhere_once_it_is_registered_so(
+    small: Small,
+) -> None:
+    engine, runner, _ = small(2, 1)
     settle(engine)
     assert runner.num_adapters == 0
     runner.models["moved"] = runner.models.pop("a0@")
@@ -197,7 +206,6 @@ def test_one_that_is_known_is_pinned_and_read_elsewhere_once_it_is_registered_so
     settle(engine)
     assert runner.num_adapters == 1
     assert answers(engine, ask("r", "a1@"))["r", 0].error_code == "adapters_full"
-    engine.close()
 
 
 def runner_bytes(engine: Engine) -> int:
@@ -206,11 +214,12 @@ def runner_bytes(engine: Engine) -> int:
     return int(states[-1]["num_bytes"])
 
 
-def test_figures_are_of_a_bounded_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_of_a_bounded_number_of_names(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("server.engine.adapters.MAX_NAMES", 4)
     engine, _, own = small(9, 2)
     for i, name in enumerate(own.models):
-        engine.adapters.register(own.order(name), load=False)
         answers(engine, ask(f"r{i}", name))
     figures = engine.adapters.figures
     assert len(figures) == 4 + 1
@@ -219,31 +228,26 @@ def test_figures_are_of_a_bounded_number_of_names(monkeypatch: pytest.MonkeyPatc
     assert sum(f["num_bytes"] for f in figures.values()) == sum(
         s["num_bytes"] for s in engine.adapters.controls["adapter_states"](None)
     )
-    engine.close()
 
 
-def test_a_request_is_refused_when_all_in_memory_are_in_use() -> None:
-    engine, _, own = small(3, 2)
-    for name in own.models:
-        engine.adapters.register(own.order(name), load=False)
+def test_a_request_is_refused_when_all_in_memory_are_in_use(small: Small) -> None:
+    engine, _, _ = small(3, 2)
     for i in range(3):
         engine.submit(ask(f"r{i}", f"a{i}@"))
     results = answers(engine, ask("base", ""))
     assert results["r2", 0].error_code == "adapters_full"
     assert {results[name, 0].finish_reason for name in ("r0", "r1", "base")} == {"length"}
     assert answers(engine, ask("again", "a2@"))["again", 0].finish_reason == "length"
-    engine.close()
 
 
-def test_others_go_on_while_an_adapter_is_read() -> None:
-    engine, runner, own = small(1, 2)
+def test_others_go_on_while_an_adapter_is_read(small: Small) -> None:
+    engine, runner, _ = small(1, 2)
     gate = threading.Event()
 
     def pack_waits(_: str) -> None:
         gate.wait(10)
 
     runner.pack_waits = pack_waits
-    engine.adapters.register(own.order("a0@"), load=False)
     settle(engine)
     engine.submit(ask("waits", "a0@"))
     engine.submit(ask("leaves", "a0@"))
@@ -261,11 +265,10 @@ def test_others_go_on_while_an_adapter_is_read() -> None:
     assert results["waits", 0].finish_reason == "length"
     assert results["late", 0].error_code == "model_not_found"
     assert runner.num_adapters == 0 and engine.adapters.known.get("a0@") is None
-    engine.close()
 
 
-def test_the_grammars_of_a_forgotten_adapter_end_with_its_last_request() -> None:
-    engine, _, own = small(1, 1)
+def test_the_grammars_of_a_forgotten_adapter_end_with_its_last_request(small: Small) -> None:
+    engine, _, own = small(1, 1, 0)
     closed: list[bool] = []
 
     class Grammars:
@@ -282,27 +285,22 @@ def test_the_grammars_of_a_forgotten_adapter_end_with_its_last_request() -> None
     engine.adapters.forget("a0@")
     assert not closed
     assert run_requests(engine)["r", 0].finish_reason == "length" and closed == [True]
-    engine.close()
 
 
-def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
+def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(small: Small) -> None:
     engine, runner, own = small(2, 2)
     runner.models = {"a1@": own.models["a1@"]}  # the other's files are gone
-    for name in own.models:
-        engine.adapters.register(own.order(name), load=False)
     results = answers(engine, ask("bad", "a0@"), ask("good", "a1@"))
     assert results["bad", 0].error_code == "engine_error"
     assert results["good", 0].finish_reason == "length"
     runner.models = own.models  # they are back
     assert answers(engine, ask("bad", "a0@"))["bad", 0].finish_reason == "length"
-    engine.close()
 
 
 def test_an_adapter_that_the_device_has_no_room_for_fails_its_requests_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, runner, own = small(2, 2)
-    engine.adapters.register(own.order("a0@"), load=False)
+    engine, runner, own = small(2, 2, 1)
 
     def hold(place: int, adapter: Any) -> None:
         raise MemoryError("no room on the device")
@@ -315,11 +313,10 @@ def test_an_adapter_that_the_device_has_no_room_for_fails_its_requests_alone(
     engine.adapters.register(own.order("a1@"))  # no place is lost
     assert answers(engine, ask("bad", "a0@"))["bad", 0].finish_reason == "length"
     assert runner.num_adapters == 2
-    engine.close()
 
 
-def test_its_ids_and_its_head_are_its_own() -> None:
-    engine, _, own = small(1, 1)
+def test_its_ids_and_its_head_are_its_own(small: Small) -> None:
+    engine, _, own = small(1, 1, 0)
     engine.adapters.register(own.order("a0@"))
     settle(engine)
     engine.submit(ask("own", "a0@", allowed_token_ids=(16,)))
@@ -330,17 +327,16 @@ def test_its_ids_and_its_head_are_its_own() -> None:
     assert results["own", 0].ids == [16] * 5
     assert results["base", 0].error_code == results["outside", 0].error_code == "invalid_value"
     assert results["sliced", 0].error_code == "unsupported_parameter"
-    engine.close()
 
 
-def test_grammars_that_wait_to_be_compiled_end_with_the_engine() -> None:
+def test_grammars_that_wait_to_be_compiled_end_with_the_engine(small: Small) -> None:
     gate = threading.Event()
 
     def load() -> Any:
         gate.wait()
         raise OSError("too late")
 
-    engine, _, own = small(2, 2)
+    engine, _, own = small(2, 2, 0)
     compilers = {name: GrammarCompiler(load, num_threads=1) for name in own.models}
     engine.adapters.read = lambda order: Vocabulary(order.folder, grammars=compilers[order.folder])
     for name in own.models:
@@ -353,15 +349,10 @@ def test_grammars_that_wait_to_be_compiled_end_with_the_engine() -> None:
 
 
 @pytest.mark.parametrize("when", ["read", "unread", "forgotten"])
-def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(when: str) -> None:
+def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(small: Small, when: str) -> None:
     """Also where that is known only once the adapter is read, after the request came."""
     is_read = when == "read"
-    profile = VocabProfile(
-        VocabSlice.make([1, 2, 3], RequiredIds.of(16, eos_ids=(1,))),
-        np.empty(0, np.int32), np.empty(0, np.float32),
-    )  # fmt: skip
-    _, runner, own = small(1, 1)
-    engine = Engine(runner, {}, EngineSettings(max_adapters=1), profiles=lambda _: profile)
+    engine, _, own = small(1, 1, 0, profiles=lambda _: profile_of({2, 3}, 16))
     gate = threading.Event()
 
     def read(order: AdapterOrder) -> Vocabulary:
@@ -382,7 +373,6 @@ def test_a_slice_beside_an_adapter_with_its_own_head_is_refused(when: str) -> No
     assert (result.error_code, result.ids) == ("unsupported_parameter", [])
     engine.adapters.register(own.order("a0@"))
     assert answers(engine, ask("full", "a0@"))["full", 0].finish_reason == "length"
-    engine.close()
 
 
 def test_a_scope_is_of_one_adapter_whatever_the_salt() -> None:
@@ -405,10 +395,7 @@ def test_masks_of_two_lengths_stand_in_one_batch_and_wait_for_one_verification()
         max_tokens=12, ignore_eos=False,
     )  # fmt: skip
     beside = request_of("own", (3, 4), grammar=spec, adapter="a0@", max_tokens=1, ignore_eos=False)
-    profile = VocabProfile(
-        VocabSlice.make(range(1, 16), RequiredIds.of(16, eos_ids=EOS)),
-        np.empty(0, np.int32), np.empty(0, np.float32),
-    )  # fmt: skip
+    profile = profile_of(set(range(16)), 16)
     runner = FakeRunner(FakeModel(16, seed=1), fake_info())
     runner.models = {"a0@": FakeModel(40, seed=2)}
     settings = EngineSettings(max_adapters=1, may_use_full_head=False)

@@ -25,13 +25,12 @@ from server.engine.trees import CELL, SOURCE, Trees, checked
 from server.types import GrammarSpec, Request, SpeculationParams, VocabularyParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.requests import request_of
-from tests.engine.scenarios import Collector, Result, answers, run_requests
+from tests.engine.scenarios import Collector, Result, answers, profile_of, run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter, check_tree, tree_of
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
 from vocab_store.profile import VocabProfile
-from vocab_store.slice import VocabSlice
 
 # -- the state ------------------------------------------------------------------------------------
 
@@ -394,10 +393,7 @@ def test_a_grammar_that_fails_has_unverified_tokens_checked_at_once(
         return False
 
     monkeypatch.setattr(GrammarState, "consume", limited)
-    none = np.empty(0, np.int32)
-    profile = VocabProfile(
-        VocabSlice(np.arange(VOCAB, dtype=np.int32), VOCAB), none, none.astype(np.float32)
-    )
+    profile = profile_of(set(range(VOCAB)), VOCAB)
     results = {}
     for mode in ("full", "exact"):
         engine = _engine(compiler, profile=profile, may_use_full_head=False)

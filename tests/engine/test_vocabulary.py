@@ -23,17 +23,10 @@ from server.types import Delta, Request, SpeculationParams, VocabularyParams
 from server.wiring.engine import _warm_up as warm_up
 from tests.engine.one_token_loop import one_token_loop
 from tests.engine.requests import finish, ids_of, request_of
-from tests.engine.scenarios import EOS, Collector
+from tests.engine.scenarios import EOS, answers, profile_of
 from tests.fakes.fake_drafters import FakeDrafter, chain, oracle_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
-from vocab_store.slice import RequiredIds, VocabSlice
-
-
-def _profile(ids: set[int], vocab: int, ends: tuple[int, ...] = EOS) -> VocabProfile:
-    made = VocabSlice.make(sorted(ids | set(ends)), RequiredIds.of(vocab, eos_ids=ends))
-    none = np.empty(0, np.int32)
-    return VocabProfile(made, none, none.astype(np.float32))
 
 
 def _engine(
@@ -68,6 +61,10 @@ def _drain(engine: Engine, *requests: Request) -> list[Delta]:
     return [delta for told in finish(engine, *requests).values() for delta in told]
 
 
+def _num_missed(deltas: list[Delta]) -> int:
+    return sum(delta.vocabulary.num_missed for delta in deltas if delta.vocabulary)
+
+
 def _truth(model: FakeModel, request: Request) -> list[int]:
     return one_token_loop(model, request, 0, eos=EOS, max_model_len=256, token_bytes=[]).ids
 
@@ -75,27 +72,20 @@ def _truth(model: FakeModel, request: Request) -> list[int]:
 def test_a_missed_id_joins_the_slice_and_is_not_missed_again() -> None:
     model = FakeModel(24, seed=4, alphabet=3)  # ids 0, 1, 2 come again and again
     request = _request((3, 5), "exact", 4)
-    engine, _ = _engine(model, _profile(set(range(6, 24)), 24))
+    engine, _ = _engine(model, profile_of(set(range(6, 24)), 24))
     deltas = _drain(engine, request)
     assert ids_of(deltas) == _truth(model, request)
     counts = [d.vocabulary for d in deltas if d.vocabulary]
     missed = {t for d in deltas for t in d.token_ids} - set(range(6, 24)) - {1, 3, 5}
-    assert sum(v.num_missed for v in counts) <= len(missed)
+    assert _num_missed(deltas) <= len(missed)
     assert counts[-1].num_ids == 19 + 2 + len(missed)
-    # The next request of the profile begins with them.
-    assert (
-        sum(
-            d.vocabulary.num_missed
-            for d in _drain(engine, replace(request, request_id="again"))
-            if d.vocabulary
-        )
-        == 0
-    )
+    again = _drain(engine, replace(request, request_id="again"))
+    assert _num_missed(again) == 0, "the next request of the profile begins with them"
 
 
 def test_one_verification_takes_every_sequence() -> None:
     model = FakeModel(24, seed=2)
-    engine, runner = _engine(model, _profile(set(range(24)), 24))
+    engine, runner = _engine(model, profile_of(set(range(24)), 24))
     sizes: list[int] = []
 
     def note_size(batch: Batch) -> None:
@@ -111,7 +101,7 @@ def test_one_verification_takes_every_sequence() -> None:
 
 def test_beside_a_full_head_exact_draws_from_it_once_nothing_waits() -> None:
     model = FakeModel(24, seed=2)
-    engine, _ = _engine(model, _profile(set(range(24)), 24))
+    engine, _ = _engine(model, profile_of(set(range(24)), 24))
     engine.submit(_request((3, 5), "exact", 4, max_tokens=16))
     deltas = engine.step() + engine.step()  # the first token, one waiting
     deltas += _drain(engine, _request((7, 5), "full", 0, request_id="full", max_tokens=30))
@@ -126,7 +116,7 @@ def test_beside_a_full_head_exact_draws_from_it_once_nothing_waits() -> None:
 def test_text_is_released_and_published_at_verification_only() -> None:
     """The first token at once, then N tokens at a time, then what is left at the end; no block of
     the prefix cache holds a token that still may be taken back."""
-    engine, _ = _engine(FakeModel(24, seed=2), _profile(set(range(24)), 24))
+    engine, _ = _engine(FakeModel(24, seed=2), profile_of(set(range(24)), 24))
     engine.submit(_request(tuple(range(2, 10)), "exact", 5, max_tokens=14))
     released: list[int] = []
     while engine.has_work:
@@ -150,7 +140,7 @@ def _loads_of(runner: FakeRunner) -> list[int]:
 
 def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     model = FakeModel(40, seed=3)
-    profiles = {"p": _profile({2, 3, 4}, 40), "q": _profile({2, 3}, 40)}
+    profiles = {"p": profile_of({2, 3, 4}, 40), "q": profile_of({2, 3}, 40)}
     engine, runner = _engine(model, profiles)
     left = _request((5, 6), "slice", 0, request_id="left")
     engine.submit(replace(left, vocabulary=VocabularyParams("slice", "q", 0)))
@@ -164,11 +154,11 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     assert engine.slices.index.num_hits == 4
     engine.submit(_request((5, 6), "slice", 0, request_id="old", max_tokens=9))
     engine.step()
-    profiles["p"] = _profile({2, 3, 9}, 40)
+    profiles["p"] = profile_of({2, 3, 9}, 40)
     got = _drain(engine, _request((5, 6), "slice", 0, request_id="new", max_tokens=9))
-    profiles["p"] = _profile({2, 3, 11}, 40)
+    profiles["p"] = profile_of({2, 3, 11}, 40)
     engine.submit(_request((5, 6), "slice", 0, request_id="waiting", max_tokens=9))
-    profiles["p"] = _profile({2, 3, 12}, 40)
+    profiles["p"] = profile_of({2, 3, 12}, 40)
     late = _drain(engine, _request((5, 6), "slice", 0, request_id="newest", max_tokens=9))
     assert all(set(d.token_ids) <= {1, 2, 3, 11, 5, 6} for d in late if d.request_id == "waiting")
     assert all(set(d.token_ids) <= {1, 2, 3, 12, 5, 6} for d in late if d.request_id == "newest")
@@ -179,21 +169,16 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
 
 def test_scopes_of_which_misses_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.engine.slices._MAX_SCOPES", 2)
-    engine, _ = _engine(FakeModel(24, seed=4, alphabet=3), _profile(set(range(6, 24)), 24))
-    missed = []
-    for salt in ("a", "b", "c", "b", "a"):
-        missed.append(
-            sum(
-                d.vocabulary.num_missed
-                for d in _drain(engine, replace(_request((3, 5), "exact", 4), cache_salt=salt))
-                if d.vocabulary
-            )
-        )
-    assert [num > 0 for num in missed] == [True, True, True, False, True]
+    engine, _ = _engine(FakeModel(24, seed=4, alphabet=3), profile_of(set(range(6, 24)), 24))
+    request = _request((3, 5), "exact", 4)
+    has_missed = [
+        _num_missed(_drain(engine, replace(request, cache_salt=salt))) > 0 for salt in "abcba"
+    ]
+    assert has_missed == [True, True, True, False, True]
 
 
 def test_each_mode_of_a_profile_keeps_its_t() -> None:
-    engine, runner = _engine(FakeModel(40, seed=3), _profile({2, 3, 4}, 40))
+    engine, runner = _engine(FakeModel(40, seed=3), profile_of({2, 3, 4}, 40))
     loads = _loads_of(runner)
     for mode in ("slice", "exact", "slice", "exact"):
         _drain(engine, _request((5, 6), mode, 4, max_tokens=4))
@@ -202,7 +187,7 @@ def test_each_mode_of_a_profile_keeps_its_t() -> None:
 
 def test_blocks_of_drafts_that_missed_go_back_while_tokens_wait() -> None:
     wrong = FakeDrafter(lambda _, budget, depth: chain([23] * min(budget, depth)))
-    profile = _profile(set(range(24)), 24)
+    profile = profile_of(set(range(24)), 24)
     engine, _ = _engine(FakeModel(24, seed=2), profile, drafters={"wrong": wrong})
     drafts, size = SpeculationParams("wrong", 20), engine.info.block_size
     engine.submit(_request((3, 5), "exact", 8, speculation=drafts))
@@ -218,7 +203,7 @@ def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
     """A request's rows come in one copy, however many chunks its prompt has; decode steps of
     `slice` copy nothing, those of `exact` the missed rows only."""
     model = FakeModel(60, seed=5)
-    engine, runner = _engine(model, _profile({2, 3, 4}, 60))
+    engine, runner = _engine(model, profile_of({2, 3, 4}, 60))
     events: list[str] = []
     load, launch = runner.load_rows, runner.launch
 
@@ -237,11 +222,8 @@ def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
     assert events[:4] == [f"load {num_rows}", "prompt", "prompt", "prompt"]
     assert set(events[4:]) == {"decode"}
     events.clear()
-    missed = sum(
-        d.vocabulary.num_missed
-        for d in _drain(engine, _request(prompt, "exact", 4, request_id="e", max_tokens=20))
-        if d.vocabulary is not None
-    )
+    exact = _request(prompt, "exact", 4, request_id="e", max_tokens=20)
+    missed = _num_missed(_drain(engine, exact))
     assert events[0] == "prompt", "the rows are there still, nothing is copied again"
     loads = [event for event in events if event.startswith("load")]
     assert 0 < len(loads) <= missed + 1 and set(loads) == {"load 1"}
@@ -252,7 +234,7 @@ def test_ids_above_any_bound_of_a_smaller_vocabulary_are_drawn() -> None:
     vocab = 150_000
     model = FakeModel(vocab, seed=5)
     high = {127_999, 128_000, 131_072, vocab - 1}
-    engine, _ = _engine(model, _profile(high, vocab))
+    engine, _ = _engine(model, profile_of(high, vocab))
     prompt = (140_000, 5)
     got = ids_of(
         _drain(engine, _request(prompt, "slice", 0, max_tokens=30, temperature=1.0, seed=1))
@@ -265,14 +247,13 @@ def test_a_slice_stops_at_every_end_of_the_model() -> None:
     """The paper's code may lack an EOS id in its slice, and then never stops."""
     model = FakeModel(24, seed=8)
     ends = (1, 9, 17)
-    engine, _ = _engine(model, _profile({2, 3, 4}, 24, ends), ends=ends)
-    for i in range(20):
-        request = _request((2, 3, i % 5), "slice", 0, request_id=f"{i}", ignore_eos=False,
-                           temperature=1.0, seed=i, max_tokens=60)  # fmt: skip
-        engine.submit(request)
-    collector = Collector()
-    collector.take(_drain(engine))
-    results = list(collector.results.values())
+    engine, _ = _engine(model, profile_of({2, 3, 4}, 24, ends), ends=ends)
+    requests = [
+        _request((2, 3, i % 5), "slice", 0, request_id=f"{i}", ignore_eos=False,
+                 temperature=1.0, seed=i, max_tokens=60)
+        for i in range(20)
+    ]  # fmt: skip
+    results = answers(engine, *requests).values()
     assert all(r.finish_reason == "stop" for r in results)
     assert {r.ids[-1] for r in results} == set(ends)
 
@@ -284,7 +265,7 @@ def test_all_choices_of_a_request_have_the_profile_that_was_there_when_it_came()
         def __getitem__(self, name: str) -> VocabProfile:
             return self.pop(name)
 
-    engine, _ = _engine(FakeModel(40, seed=3), Vanishing(p=_profile({2, 3, 4}, 40)))
+    engine, _ = _engine(FakeModel(40, seed=3), Vanishing(p=profile_of({2, 3, 4}, 40)))
     got = _drain(engine, _request((5, 6), "slice", 0, max_tokens=4, num_choices=2))
     assert {d.choice_id for d in got} == {0, 1} and not any(d.error for d in got)
     assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got)
@@ -295,14 +276,14 @@ def test_an_engine_starts_again_without_a_profile_that_is_gone() -> None:
         def __missing__(self, name: str) -> VocabProfile:
             raise FileNotFoundError(name)
 
-    engine, _ = _engine(FakeModel(80, seed=3), Gone(p=_profile({2, 3, 4}, 80)))
+    engine, _ = _engine(FakeModel(80, seed=3), Gone(p=profile_of({2, 3, 4}, 80)))
     warm_up(engine, (), (("slice", "gone"), ("slice", "p")))
     assert _drain(engine, _request((5, 6), "slice", 0, max_tokens=4))[-1].finish_reason == "length"
 
 
 def test_refusals() -> None:
     model = FakeModel(40)
-    engine, runner = _engine(model, _profile({2, 3}, 40))
+    engine, runner = _engine(model, profile_of({2, 3}, 40))
     engine.submit(replace(_request((5,), "slice", 0), vocabulary=VocabularyParams("slice")))
     (delta,) = engine.take_deltas()
     assert delta.error_code == "invalid_value" and "the task has none" in str(delta.error)
@@ -326,7 +307,7 @@ def test_refusals() -> None:
 def test_a_verification_that_fails_is_done_again() -> None:
     """Beside a prompt under way; smaller steps would not help it."""
     model = FakeModel(24, seed=2)
-    engine, runner = _engine(model, _profile({2, 3, 4, 5}, 24))
+    engine, runner = _engine(model, profile_of({2, 3, 4, 5}, 24))
     left = [1]
 
     def fail(batch: Batch) -> None:
@@ -341,14 +322,11 @@ def test_a_verification_that_fails_is_done_again() -> None:
     runner.fail = fail
     requests = [_request((3 + i, 5), "exact", 2, request_id=f"r{i}") for i in range(2)]
     always = _request((9, 5) * 75, "exact", 2, request_id="bad", seed=13)
-    collector = Collector()
-    for request in (*requests, always):
-        engine.submit(request)
-    collector.take(_drain(engine))
+    results = answers(engine, *requests, always)
     assert left == [0] and engine.scheduler.max_num_batched_tokens == 64
     for request in requests:
-        assert collector.results[request.request_id, 0].ids == _truth(model, request)
-    assert collector.results["bad", 0].error_code == "engine_error", "it alone"
+        assert results[request.request_id, 0].ids == _truth(model, request)
+    assert results["bad", 0].error_code == "engine_error", "it alone"
 
 
 # -- exact's control ---------------------------------------------------------------------------
@@ -433,7 +411,7 @@ class DearHeadRunner(TimedRunner):
 def test_an_exact_slice_is_filled_once_it_is_known_that_this_pays() -> None:
     """With the ids that are missed most, in their order; what is filled in is not missed."""
     model = FakeModel(24, seed=4, alphabet=3)  # ids 0, 1, 2 come again and again
-    few = _profile(set(range(6, 12)), 24)
+    few = profile_of(set(range(6, 12)), 24)
     fill = np.array([0, 2, 4, 3, 5], np.int32)
     gains = np.array([0.3, 0.3, 0.0, 0.0, 0.0], np.float32)
     report = {"report": {"heldout": {"num_tokens": 10, "num_missed": 6}}}
@@ -445,8 +423,8 @@ def test_an_exact_slice_is_filled_once_it_is_known_that_this_pays() -> None:
         request = replace(request, cache_salt=name)  # nothing is known of what others missed
         deltas = _drain(engine, request)
         assert ids_of(deltas) == _truth(model, request)
-        counts = [d.vocabulary for d in deltas if d.vocabulary]
-        found.append((counts[0].num_ids, sum(v.num_missed for v in counts)))
+        first_ids = next(d.vocabulary.num_ids for d in deltas if d.vocabulary)
+        found.append((first_ids, _num_missed(deltas)))
     (first, missed), *filled = found
     assert first == few.slice.num_ids and missed >= 2
     assert filled == [(first + 2, 0)] * 2
@@ -455,7 +433,7 @@ def test_an_exact_slice_is_filled_once_it_is_known_that_this_pays() -> None:
 def test_the_full_head_takes_over_and_the_text_stays() -> None:
     """The head costs nothing: after some verifications every token comes from the full one."""
     model = FakeModel(24, seed=2)
-    engine, _ = _engine(model, _profile({2, 3, 4, 5}, 24), kind=TimedRunner)
+    engine, _ = _engine(model, profile_of({2, 3, 4, 5}, 24), kind=TimedRunner)
     request = _request((3, 5), "exact", 0, max_tokens=120)
     deltas = _drain(engine, request)
     assert ids_of(deltas) == _truth(model, request)
@@ -473,7 +451,7 @@ def test_a_step_of_several_tokens_is_known_as_one() -> None:
     model, drafts = FakeModel(24, seed=2), SpeculationParams("oracle", 4)
     request = _request((3, 5), "exact", 4, speculation=drafts)
     drafter = oracle_drafter([[3, 5, *_truth(model, request)]])
-    profile = _profile(set(range(24)), 24)
+    profile = profile_of(set(range(24)), 24)
     engine, _ = _engine(model, profile, drafters={"oracle": drafter})
     engine.submit(request)
     engine.step()
