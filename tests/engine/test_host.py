@@ -21,14 +21,14 @@ from server.engine import figures
 from server.engine.engine import Engine
 from server.engine.process import EngineFactory, start_process
 from server.types import Delta, DeviceFigures, Request, SpeculationParams
-from tests.engine.engine_factories import factory, refuse
+from tests.engine.engine_factories import build, factory, refuse
 from tests.engine.one_token_loop import one_token_loop
 from tests.engine.requests import request_of
 from tests.fakes.engine_thread import start_thread
 from tests.fakes.fake_runner import FakeModel
 from tests.waiting import wait_until
 
-Start = Callable[[EngineFactory], Any]
+Start = Callable[..., Any]
 
 
 @pytest.fixture
@@ -55,8 +55,11 @@ def engine() -> Iterator[Any]:
 def _starter(how: Callable[..., Any]) -> Iterator[Start]:
     handles = []
 
-    def make(built: EngineFactory) -> Any:
+    def make(built: EngineFactory = build, *, ready: bool = True) -> Any:
+        """ready: whether it says so before the test goes on."""
         handles.append(how(built))
+        if ready:
+            _ready(handles[-1])
         return handles[-1]
 
     yield make
@@ -104,7 +107,6 @@ def _submit(handle: Any, request: Request) -> None:
 def _working(start: Start, max_tokens: int = 400, **options: Any) -> Any:
     """An engine whose request "a" has its first tokens. options: factory's."""
     handle = start(factory(**options))
-    _ready(handle)
     _submit(handle, _request("a", max_tokens))
     while _receive(handle)[0] != "deltas":
         pass
@@ -177,8 +179,7 @@ def test_an_abort_takes_effect_within_a_step(start_here: Start) -> None:
 
 
 def test_controls_answer_and_their_errors_do_too(start_here: Start) -> None:
-    handle = start_here(factory())
-    _ready(handle)
+    handle = start_here()
     answers: dict[int, Any] = {}
     for call, name in enumerate(("echo", "fail", "odd", "unknown", "long")):
         channel.send(handle.connection, ("control", call, name, {"n": 1}))
@@ -191,14 +192,6 @@ def test_controls_answer_and_their_errors_do_too(start_here: Start) -> None:
     assert answers[1] == {"ok": False, "error": "no such corpus"}
     assert answers[2]["ok"] is answers[3]["ok"] is False
     assert answers[4]["value"].startswith("control"), "what takes long is not done in the loop"
-
-
-def test_stop_aborts_what_is_open(start_here: Start) -> None:
-    handle = _working(start_here, step_s=0.01)
-    channel.send(handle.connection, ("stop",))
-    results = _until_finished(handle, {"a"})
-    assert results["a"][-1].finish_reason == "abort"
-    _ends(handle)
 
 
 def test_an_idle_engine_does_not_spin(engine: Any) -> None:
@@ -218,7 +211,6 @@ def test_an_idle_engine_does_not_spin(engine: Any) -> None:
 
 def test_a_broken_runner_fails_its_requests_says_so_and_ends(start_here: Start) -> None:
     handle = start_here(factory(fail="always"))
-    _ready(handle)
     names = {f"r{i}" for i in range(9)}
     for name in names:
         _submit(handle, _request(name))
@@ -234,15 +226,21 @@ def test_a_broken_runner_fails_its_requests_says_so_and_ends(start_here: Start) 
 
 
 def test_a_factory_that_raises_is_told_and_ends(start_own: Start) -> None:
-    handle = start_own(refuse)
+    handle = start_own(refuse, ready=False)
     kind, text, final = _receive(handle)
     assert kind == "failed" and final and "the model is unsupported" in text
     _ends(handle)
 
 
-def test_the_stop_signal_ends_the_process_after_the_step(start_own: Start) -> None:
-    handle = _working(start_own, step_s=0.01)
-    os.kill(handle.pid, signal.SIGUSR1)
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_what_is_told_to_stop_aborts_what_is_open_and_ends(
+    start_here: Start, start_own: Start, by_signal: bool
+) -> None:
+    handle = _working(start_own if by_signal else start_here, step_s=0.01)
+    if by_signal:
+        os.kill(handle.pid, signal.SIGUSR1)
+    else:
+        channel.send(handle.connection, ("stop",))
     results = _until_finished(handle, {"a"})
     assert results["a"][-1].finish_reason == "abort"
     _ends(handle)
@@ -300,7 +298,6 @@ def _exists(pid: int) -> bool:
 @pytest.mark.slow
 def test_the_heartbeat_says_how_long_the_loop_has_been_at_it(start_here: Start) -> None:
     handle = start_here(factory(step_s=3.6))
-    _ready(handle)
     assert _beat(handle) == 0.0, "idle"
     channel.send(handle.connection, ("submit", _request("a", max_tokens=1)))
     ages = [_beat(handle) for _ in range(3)]
@@ -312,7 +309,6 @@ def test_the_heartbeat_says_how_long_the_loop_has_been_at_it(start_here: Start) 
 def test_late_sending_loses_and_reorders_nothing(start_here: Start) -> None:
     """An accelerator's engine sends Deltas while the next step runs."""
     handle = start_here(factory(device="cuda:0"))
-    _ready(handle)
     _comes_back_right(handle, [_request("a", max_tokens=100)])
 
 
@@ -351,7 +347,6 @@ def test_a_runner_that_tells_of_a_device_is_read(start_here: Start) -> None:
         return engine
 
     handle = start_here(built)
-    _ready(handle)
     told = _figures(handle)
     assert [["reserved"], 5] in told["device_memory_bytes"]
     assert told["device_utilization_ratio"] == 0.5
@@ -378,7 +373,7 @@ def test_a_flood_of_choices_is_opened_between_several_steps(start_here: Start) -
         arrived.wait(20.0)
         return engine
 
-    handle = start_here(built)
+    handle = start_here(built, ready=False)
     for i in range(10):
         request = replace(_request(f"r{i}", max_tokens=1), num_choices=128)
         channel.send(handle.connection, ("submit", request))
