@@ -10,15 +10,14 @@ import functools
 from dataclasses import dataclass, replace
 from random import Random
 
-import numpy as np
-
 from drafters.tree import DraftTree
 from server.engine.batch import Drawn
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import Request, SpeculationParams
 from tests.engine.one_token_loop import one_token_loop
+from tests.engine.requests import request_of
 from tests.fakes.fake_drafters import FakeDrafter, chain
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -30,16 +29,8 @@ in this process is nothing beside them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A prompt, and how many tokens are wanted."""
-
-    prompt: tuple[int, ...]
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Served:
-    """Seconds of the table, by job: to the first token and to the last. end_s: of the last job."""
+    """Seconds of the table, by request: to the first token and to the last. end_s: of the last."""
 
     first_s: list[float]
     whole_s: list[float]
@@ -96,19 +87,22 @@ def guessing_drafter(texts: list[list[int]], chance: float, seed: int) -> FakeDr
     return FakeDrafter(propose)
 
 
-def jobs_of(num: int, seed: int, prompt: tuple[int, int], output: tuple[int, int]) -> list[Job]:
+def requests_of(
+    num: int, seed: int, prompt: tuple[int, int], output: tuple[int, int]
+) -> list[Request]:
+    """With so many tokens of prompt and output, from the first number to the second."""
     rng = Random(seed)
     return [
-        Job(
-            tuple(rng.randrange(2, VOCAB) for _ in range(rng.randint(*prompt))),
-            rng.randint(*output),
+        request_of(
+            str(i), [rng.randrange(2, VOCAB) for _ in range(rng.randint(*prompt))],
+            max_tokens=rng.randint(*output), arrival_s=1.0 + i * 1e-6,
         )
-        for _ in range(num)
-    ]
+        for i in range(num)
+    ]  # fmt: skip
 
 
 def serve(
-    jobs: list[Job],
+    requests: list[Request],
     gaps_s: list[float] | None,
     *,
     drafts: bool,
@@ -116,10 +110,10 @@ def serve(
     chance: float = 0.7,
     max_draft_tokens: int = 8,
 ) -> Served:
-    """Serve the jobs. gaps_s: between arrivals; None: all of them are there at once."""
+    """Serve them. gaps_s: between arrivals; None: all of them are there at once."""
     cost = cpu_table()
     runner = CostRunner(MODEL, CostTable.from_dict(cost.as_dict()), num_seqs, 512)
-    texts = [_text(job) for job in jobs if drafts]
+    texts = [_text(request) for request in requests if drafts]
     engine = Engine(
         runner,
         {"d": guessing_drafter(texts, chance, 5)} if drafts else {},
@@ -130,22 +124,17 @@ def serve(
     )  # fmt: skip
     speculation = SpeculationParams("d", max_draft_tokens) if drafts else SpeculationParams()
     arrivals, at = [], 0.0
-    for i in range(len(jobs)):
+    for i in range(len(requests)):
         at += gaps_s[i] if gaps_s is not None else 0.0
         arrivals.append(at)
     first: dict[int, float] = {}
     whole: dict[int, float] = {}
     coming = 0
-    while len(whole) < len(jobs):
-        if not engine.has_work and coming < len(jobs):
+    while len(whole) < len(requests):
+        if not engine.has_work and coming < len(requests):
             runner.now_s = max(runner.now_s, arrivals[coming])
-        while coming < len(jobs) and arrivals[coming] <= runner.now_s:
-            job = jobs[coming]
-            request = Request(
-                str(coming), "t", "m", job.prompt, _sampling(job), speculation,
-                arrival_s=1.0 + coming * 1e-6,
-            )  # fmt: skip
-            engine.submit(request)
+        while coming < len(requests) and arrivals[coming] <= runner.now_s:
+            engine.submit(replace(requests[coming], speculation=speculation))
             coming += 1
         for delta in engine.step():
             i = int(delta.request_id)
@@ -153,7 +142,7 @@ def serve(
                 first[i] = runner.now_s - arrivals[i]
             if delta.finish_reason:
                 whole[i] = runner.now_s - arrivals[i]
-    num = range(len(jobs))
+    num = range(len(requests))
     return Served(
         [first[i] / SCALE for i in num],
         [whole[i] / SCALE for i in num],
@@ -168,17 +157,8 @@ def poisson(num: int, rate: float, seed: int) -> list[float]:
     return [SCALE * rng.expovariate(rate) for _ in range(num)]
 
 
-def _sampling(job: Job) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True)
-
-
 @functools.cache
-def _text(job: Job) -> list[int]:
-    """A job's prompt and answer."""
-    request = Request("t", "t", "m", job.prompt, _sampling(job))
+def _text(request: Request) -> list[int]:
+    """A request's prompt and answer."""
     out = one_token_loop(MODEL, request, 0, eos=(1,), max_model_len=1024, token_bytes=[])
-    return [*job.prompt, *out.ids]
-
-
-def percentile(values: list[float], share: float) -> float:
-    return float(np.percentile(values, 100 * share))
+    return [*request.prompt_ids, *out.ids]

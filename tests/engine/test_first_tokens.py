@@ -16,37 +16,37 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import Request, SpeculationParams
-from tests.engine.open_loop import Job, Served, jobs_of, percentile, poisson, serve
+from tests.engine.open_loop import Served, poisson, requests_of, serve
 from tests.engine.requests import finish, request_of
 from tests.engine.scenarios import fake_runner, make_engine, random_workload
 from tests.fakes.fake_drafters import LikelyDrafter, LikelySession
 from tests.fakes.fake_runner import FakeModel
 
 SEEDS = (7, 8, 9)
-NUM_JOBS = 40
+NUM = 40
 
 
 @functools.cache
-def _without_drafts(load: float, seed: int) -> tuple[list[Job], list[float], Served]:
-    """A seed's jobs, the gaps between them at `load` of what goes, and how they are served."""
-    jobs = jobs_of(NUM_JOBS, seed, prompt=(20, 60), output=(16, 48))
-    gaps_s = poisson(NUM_JOBS, load * NUM_JOBS / _whole_s(), seed)
-    return jobs, gaps_s, serve(jobs, gaps_s, drafts=False)
+def _without_drafts(load: float, seed: int) -> tuple[list[Request], list[float], Served]:
+    """A seed's requests, the gaps between them at `load` of what goes, and how they are served."""
+    asked = requests_of(NUM, seed, prompt=(20, 60), output=(16, 48))
+    gaps_s = poisson(NUM, load * NUM / _whole_s(), seed)
+    return asked, gaps_s, serve(asked, gaps_s, drafts=False)
 
 
 @functools.cache
 def _whole_s() -> float:
-    """Seconds that about as many jobs take when all are there at once."""
-    jobs = jobs_of(NUM_JOBS, SEEDS[0], prompt=(20, 60), output=(16, 48))
-    return serve(jobs, None, drafts=False).end_s
+    """Seconds that about as many requests take when all are there at once."""
+    asked = requests_of(NUM, SEEDS[0], prompt=(20, 60), output=(16, 48))
+    return serve(asked, None, drafts=False).end_s
 
 
 def _pooled(load: float, chance: float) -> tuple[Served, Served]:
-    """The jobs of all seeds without drafts and with them, at `load` of what goes without."""
+    """The requests of all seeds without drafts and with them, at `load` of what goes without."""
     runs: list[tuple[Served, Served]] = []
     for seed in SEEDS:
-        jobs, gaps_s, off = _without_drafts(load, seed)
-        runs.append((off, serve(jobs, gaps_s, drafts=True, chance=chance)))
+        asked, gaps_s, off = _without_drafts(load, seed)
+        runs.append((off, serve(asked, gaps_s, drafts=True, chance=chance)))
     assert sum(on.num_draft_rows for _, on in runs) > 300, "nothing was drafted"
     off, on = (
         Served(
@@ -67,7 +67,7 @@ def test_first_tokens_come_as_early_with_drafts_and_answers_earlier(
 ) -> None:
     off, on = _pooled(load, chance)
     for share in (0.5, 0.95):
-        assert percentile(on.first_s, share) <= 1.05 * percentile(off.first_s, share)
+        assert np.quantile(on.first_s, share) <= 1.05 * np.quantile(off.first_s, share)
     assert np.mean(on.first_s) <= 1.02 * np.mean(off.first_s)
     assert np.mean(on.whole_s) < 0.99 * np.mean(off.whole_s)
     assert on.end_s <= 1.005 * off.end_s
@@ -75,9 +75,9 @@ def test_first_tokens_come_as_early_with_drafts_and_answers_earlier(
 
 def test_drafts_bring_more_answers_a_second_where_all_requests_are_there_at_once() -> None:
     """Who waits for a seat is helped by drafts: these are not given up for the queue's sake."""
-    jobs = jobs_of(24, 1, prompt=(20, 40), output=(40, 80))
-    off = serve(jobs, None, drafts=False, num_seqs=4)
-    on = serve(jobs, None, drafts=True, chance=0.8, num_seqs=4)
+    asked = requests_of(24, 1, prompt=(20, 40), output=(40, 80))
+    off = serve(asked, None, drafts=False, num_seqs=4)
+    on = serve(asked, None, drafts=True, chance=0.8, num_seqs=4)
     assert on.end_s < 0.8 * off.end_s
 
 
