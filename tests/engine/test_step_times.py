@@ -27,18 +27,11 @@ def test_the_grid_begins_with_every_small_count_and_ends_at_the_last() -> None:
     assert len(grid) < 50
 
 
-def test_cost_interpolates_keeps_the_jump_never_falls_and_extrapolates() -> None:
-    table = CostTable([1, 2, 4, 8], [1.0, 3.0, 9.0, 5.0], key_s=0.1)
-    assert table.cost(1) == 1.0 and table.cost(2) == 3.0
-    assert table.cost(3) == 4.0
-    assert table.cost(4) == 5.0  # measured above a larger step: disturbed
-    assert table.cost(16) == pytest.approx(10.0)
-    assert table.cost(1, keys=10) == pytest.approx(2.0)
-
-
 @given(st.floats(0.0, 40.0), st.floats(0.0, 1e5))
 def test_a_cost_lies_on_the_line_between_measured_row_counts(rows: float, keys: float) -> None:
+    """Where that never falls: what was measured above a larger step was disturbed."""
     table = CostTable([1, 2, 4, 8, 24], [1.0, 3.0, 9.0, 5.0, 8.0], key_s=0.25)
+    assert table.curve[1].tolist() == [1.0, 3.0, 5.0, 5.0, 8.0]
     for _ in range(2):
         counts, seconds, *_ = table.curve
         expected = float(np.interp(rows, counts, seconds)) if rows >= 1.0 else 0.0
@@ -106,30 +99,12 @@ def test_a_damaged_table_is_refused(rows: list[int], seconds: list[float]) -> No
         CostTable(rows, seconds)
 
 
-def _after(table: CostTable, true: CostTable, rows: list[int], num_steps: int) -> float:
-    """How many times as much as it takes the table says a node costs, after steps of these rows."""
-    for i in range(num_steps):
-        num = rows[i % len(rows)]
-        table.observe(num, 0.0, true.cost(num))
-    return (table.cost(3) - table.cost(1)) / (true.cost(3) - true.cost(1))
-
-
 def test_a_first_row_that_a_busy_machine_made_slow_is_corrected() -> None:
     table = CostTable([1, 2, 4, 8, 16], [1.0, 1e-9, 1e-9, 1e-9, 0.02])
     for _ in range(200):
         table.observe(1, 0.0, 0.005)
         table.observe(16, 0.0, 0.03)
     assert table.cost(1) < 0.02 and table.cost(16) == pytest.approx(0.03, rel=0.5)
-
-
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_table_that_is_wrong_by_two_is_right_after_a_few_steps(factor: float) -> None:
-    true = _line(0.003, 0.0005)
-    wrong = CostTable(row_grid(64), [factor * true.cost(r) for r in row_grid(64)])
-    assert _after(wrong, true, [1], 40) == pytest.approx(1.0, abs=0.35), "plain steps say much"
-    assert _after(wrong, true, [1, 3], 60) == pytest.approx(1.0, abs=0.1)
-    steep = CostTable(row_grid(64), [0.003 + factor * 0.0005 * (r - 1) for r in row_grid(64)])
-    assert _after(steep, true, [1, 3], 100) == pytest.approx(1.0, abs=0.1)
 
 
 def test_the_host_s_seconds_are_told_apart_by_choices_and_asks() -> None:
