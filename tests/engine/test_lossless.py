@@ -22,6 +22,7 @@ from tests.engine.scenarios import (
     verifying_every,
     with_own_logits,
     with_slices,
+    without_drafts,
 )
 from tests.engine.tiny_vocabularies import BothTokenizers, tokenizer_over
 from tests.fakes.fake_runner import FakeRunner
@@ -131,11 +132,11 @@ def _run(
     return results
 
 
-@settings(max_examples=examples(5000), deadline=None, print_blob=True)
+@settings(max_examples=examples(6000), deadline=None, print_blob=True)
 @given(
     has_grammars=st.sampled_from((False, False, False, True, True)),
     seed=st.integers(0, 2**48),
-    drafts=st.sampled_from(("any", "any", "rests", "likely", "likely, rests")),
+    drafts=st.sampled_from(("any", "any", "off", "rests", "likely", "likely, rests")),
     heads=st.sampled_from(("full", "full", "unverified", *MODES)),
     load_failures=st.sampled_from((0.0, 0.0, 0.1, 0.5, 1.0)),
 )
@@ -143,10 +144,13 @@ def test_any_schedule_gives_the_one_token_loop(
     has_grammars: bool, seed: int, drafts: str, heads: str, load_failures: float
 ) -> None:
     """drafts: by any drafter; likely: by `auto` with the rows of every step, slices' too; rests:
-    choices are asked now and then. heads: whose; unverified: tokens wait for the full head and are
-    taken back. All of it through stops, aborts, preemption and forks, with grammars or without."""
+    choices are asked now and then; off: by none, from the full head, where most steps are like the
+    one before. heads: whose; unverified: tokens wait for the full head and are taken back. All of
+    it through stops, aborts, preemption and forks, with grammars or without."""
     rng = Random(seed)
     work = random_workload(rng)
+    if drafts == "off":
+        work, has_grammars, heads = without_drafts(work), False, "full"
     if has_grammars:
         work = _constrained(work, rng)
     if drafts.startswith("likely"):

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, note, settings
-from hypothesis import strategies as st
 
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.types import Request
 from tests.engine.requests import request_of
-from tests.engine.scenarios import (
-    random_workload,
-    run_requests,
-    run_workload,
-    without_drafts,
-)
+from tests.engine.scenarios import run_requests
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fakes.token_table import table_of
-from tests.profiles import examples
 
 MODEL = FakeModel(16, seed=5)
 
@@ -63,15 +54,6 @@ def _alone(request: Request) -> list[int]:
     results = run_requests(engine, [(0, request)], each_step=forget)
     assert num == [0]
     return results[request.request_id, 0].ids
-
-
-@settings(max_examples=examples(400), deadline=None, print_blob=True)
-@given(st.integers(0, 2**48))
-def test_steps_that_follow_each_other_give_the_one_token_loop(seed: int) -> None:
-    """Stops, ends, aborts, forks, chunks, logprobs and preemption between such steps."""
-    work = without_drafts(random_workload(Random(seed)))
-    note(work)
-    run_workload(work)
 
 
 def test_most_steps_are_like_the_one_before() -> None:
