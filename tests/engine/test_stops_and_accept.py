@@ -19,12 +19,6 @@ from tests.fakes.token_table import table_of
 TABLE = table_of([b"", b"a", b"b", b"ab", b"\xe4\xb8", b"\xad"])
 
 
-def test_a_stop_string_is_found_across_tokens_and_inside_a_character() -> None:
-    matcher = StopMatcher(("中".encode(),), TABLE, True)
-    assert matcher.push(4) is None
-    assert matcher.push(5) == "中".encode()
-
-
 def test_ids_past_the_table_add_nothing() -> None:
     matcher = StopMatcher((b"ab",), TABLE, True)
     assert [matcher.push(t) for t in (1, 1000, 2)] == [None, None, b"ab"]
