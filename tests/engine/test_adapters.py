@@ -80,10 +80,15 @@ def with_adapters(rng: Random, work: Workload) -> Adapters:
     return Adapters(work.models, work.token_bytes)
 
 
+def states(engine: Engine) -> list[dict[str, Any]]:
+    """What is told of each adapter, the one that was used last behind the others."""
+    told: list[dict[str, Any]] = engine.adapters.controls["adapter_states"](None)
+    return told
+
+
 def settle(engine: Engine) -> None:
     """Until the threads have nothing left to read."""
-    states = engine.adapters.controls["adapter_states"]
-    wait_until(lambda: not any(state["pending"] for state in states(None)), pause_s=0.001)
+    wait_until(lambda: not any(state["pending"] for state in states(engine)), pause_s=0.001)
 
 
 @settings(max_examples=examples(300), deadline=None, print_blob=True)
@@ -177,22 +182,21 @@ def test_many_are_known_and_few_in_memory_and_the_pinned_stay(small: Small) -> N
     for i in range(50):
         assert answers(engine, ask(f"r{i}", f"a{i}@"))[f"r{i}", 0].finish_reason == "length"
         assert runner.num_adapters <= 4
-    states = {s["id"]: s for s in engine.adapters.controls["adapter_states"](None)}
-    assert len(states) == 50
-    assert [name for name, s in states.items() if s["in_memory"]] == ["a0@", "a47@", "a48@", "a49@"]
+    told = states(engine)
+    assert len({s["id"] for s in told}) == 50
+    assert [s["id"] for s in told if s["in_memory"]] == ["a0@", "a47@", "a48@", "a49@"]
     figures = engine.adapters.figures
     assert len(figures) == 50 and {f["num_requests"] for f in figures.values()} == {1}
     assert sum(f["num_loads"] for f in figures.values()) == 50
     assert sum(f["num_evictions"] for f in figures.values()) == 46
-    assert figures["a49"]["num_bytes"] == runner_bytes(engine) > 0 == figures["a1"]["num_bytes"]
+    assert figures["a49"]["num_bytes"] == told[-1]["num_bytes"] > 0 == figures["a1"]["num_bytes"]
 
 
 def test_the_adapter_that_was_used_longest_ago_leaves_memory(small: Small) -> None:
     engine, _, _ = small(3, 2)
     for i, name in enumerate(("a0@", "a1@", "a0@", "a2@")):
         answers(engine, ask(f"r{i}", name))
-    states = engine.adapters.controls["adapter_states"](None)
-    assert {s["id"] for s in states if s["in_memory"]} == {"a0@", "a2@"}
+    assert {s["id"] for s in states(engine) if s["in_memory"]} == {"a0@", "a2@"}
 
 
 def test_one_that_is_known_is_pinned_and_read_elsewhere_once_it_is_registered_so(
@@ -208,12 +212,6 @@ def test_one_that_is_known_is_pinned_and_read_elsewhere_once_it_is_registered_so
     assert answers(engine, ask("r", "a1@"))["r", 0].error_code == "adapters_full"
 
 
-def runner_bytes(engine: Engine) -> int:
-    """Of the adapter that was used last."""
-    states = engine.adapters.controls["adapter_states"](None)
-    return int(states[-1]["num_bytes"])
-
-
 def test_figures_are_of_a_bounded_number_of_names(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,9 +223,8 @@ def test_figures_are_of_a_bounded_number_of_names(
     assert len(figures) == 4 + 1
     others = figures[OTHER_ADAPTERS]
     assert others["num_requests"] == others["num_loads"] == 5
-    assert sum(f["num_bytes"] for f in figures.values()) == sum(
-        s["num_bytes"] for s in engine.adapters.controls["adapter_states"](None)
-    )
+    num_bytes = sum(f["num_bytes"] for f in figures.values())
+    assert num_bytes == sum(s["num_bytes"] for s in states(engine))
 
 
 def test_a_request_is_refused_when_all_in_memory_are_in_use(small: Small) -> None:

@@ -271,11 +271,14 @@ def test_all_choices_of_a_request_have_the_profile_that_was_there_when_it_came()
     assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got)
 
 
-def test_an_engine_starts_again_without_a_profile_that_is_gone() -> None:
-    class Gone(dict[str, VocabProfile]):
-        def __missing__(self, name: str) -> VocabProfile:
-            raise FileNotFoundError(name)
+class Gone(dict[str, VocabProfile]):
+    """Profiles whose other files are gone."""
 
+    def __missing__(self, name: str) -> VocabProfile:
+        raise FileNotFoundError(2, "No such file", f"/srv/tasks/{name}.vocab")
+
+
+def test_an_engine_starts_again_without_a_profile_that_is_gone() -> None:
     engine, _ = _engine(FakeModel(80, seed=3), Gone(p=profile_of({2, 3, 4}, 80)))
     warm_up(engine, (), (("slice", "gone"), ("slice", "p")))
     assert _drain(engine, _request((5, 6), "slice", 0, max_tokens=4))[-1].finish_reason == "length"
@@ -287,10 +290,6 @@ def test_refusals() -> None:
     engine.submit(replace(_request((5,), "slice", 0), vocabulary=VocabularyParams("slice")))
     (delta,) = engine.take_deltas()
     assert delta.error_code == "invalid_value" and "the task has none" in str(delta.error)
-
-    class Gone(dict[str, VocabProfile]):
-        def __missing__(self, name: str) -> VocabProfile:
-            raise FileNotFoundError(2, "No such file", f"/srv/tasks/{name}.vocab")
 
     without, _ = _engine(model, Gone())
     without.submit(_request((5,), "exact", 0))
