@@ -109,6 +109,14 @@ def start() -> Iterator[Start]:
         engine.close()
 
 
+@pytest.fixture
+def store() -> Iterator[TaskStore]:
+    """One that keeps nothing on disk and builds layers at once."""
+    made = TaskStore(None, fingerprint="f", build_share=1e9)
+    yield made
+    made.close()
+
+
 @pytest.mark.slow
 def test_hundreds_of_requests_of_a_task_that_learns(tmp_path: Path, start: Start) -> None:
     """Memory stays bounded, tokens per step rise, aborted requests teach nothing."""
@@ -427,15 +435,13 @@ def test_a_task_whose_tokens_were_taken_back_costs_none_its_tally(
         assert (told["num_steps"], told["num_tokens"]) == tally
 
 
-def test_what_is_seen_of_scopes_is_bounded() -> None:
-    memory = TaskStore(None, fingerprint="f")
-    first = memory.seen("task", "\0first")
+def test_what_is_seen_of_scopes_is_bounded(store: TaskStore) -> None:
+    first = store.seen("task", "\0first")
     for i in range(MAX_SEEN):
-        memory.seen("task", f"\0{i}")
-    assert memory.seen("task", "\0first") is not first
-    last = memory.seen("task", f"\0{MAX_SEEN - 1}")
-    assert memory.seen("task", f"\0{MAX_SEEN - 1}") is last
-    memory.close()
+        store.seen("task", f"\0{i}")
+    assert store.seen("task", "\0first") is not first
+    last = store.seen("task", f"\0{MAX_SEEN - 1}")
+    assert store.seen("task", f"\0{MAX_SEEN - 1}") is last
 
 
 def _evidence(engine: Engine, scope: str) -> float:
@@ -545,9 +551,8 @@ def test_an_adapter_that_is_unloaded_costs_no_scope_what_it_learned(tmp_path: Pa
 
 
 @pytest.mark.parametrize("rests", [False, True])
-def test_layers_that_nobody_drafts_from_are_built_seldom(rests: bool) -> None:
+def test_layers_that_nobody_drafts_from_are_built_seldom(store: TaskStore, rests: bool) -> None:
     """Once as much again was learned; and at once when drafts pay again."""
-    store = TaskStore(None, fingerprint="f", build_share=1e9)
     built: list[int] = []
 
     def learn(i: int, rests: bool) -> None:
@@ -567,28 +572,23 @@ def test_layers_that_nobody_drafts_from_are_built_seldom(rests: bool) -> None:
     store.refresh()
     settled(store)
     assert store.poll() == [("task", "scope")], "a corpus that changed is read, drafts or not"
-    store.close()
 
 
 def test_layers_are_built_when_nobody_waits_for_a_first_token(
-    monkeypatch: pytest.MonkeyPatch,
+    store: TaskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = TaskStore(None, fingerprint="f", build_share=1e9)
+    def is_built(scope: str) -> bool:
+        settled(store)
+        return store.learned("task", scope, None, LEARN_TOKENS) is not None
+
     ids = np.arange(5, dtype=np.int32)
-    try:
-        monkeypatch.setattr("server.engine.task_store.MOST_WAIT_S", 3600.0)
-        memory.gives_way = True
-        memory.learn("task", "scope", None, LEARN_TOKENS, ids, ids)
-        settled(memory)
-        assert memory.learned("task", "scope", None, LEARN_TOKENS) is None
-        memory.gives_way = False
-        settled(memory)
-        assert memory.learned("task", "scope", None, LEARN_TOKENS) is not None
-        # Not for ever, where somebody always waits.
-        monkeypatch.setattr("server.engine.task_store.MOST_WAIT_S", 0.0)
-        memory.gives_way = True
-        memory.learn("task", "other", None, LEARN_TOKENS, ids, ids)
-        settled(memory)
-        assert memory.learned("task", "other", None, LEARN_TOKENS) is not None
-    finally:
-        memory.close()
+    monkeypatch.setattr(task_store, "MOST_WAIT_S", 3600.0)
+    store.gives_way = True
+    store.learn("task", "scope", None, LEARN_TOKENS, ids, ids)
+    assert not is_built("scope")
+    store.gives_way = False
+    assert is_built("scope")
+    monkeypatch.setattr(task_store, "MOST_WAIT_S", 0.0)  # not for ever, where somebody always waits
+    store.gives_way = True
+    store.learn("task", "other", None, LEARN_TOKENS, ids, ids)
+    assert is_built("other")
