@@ -250,21 +250,18 @@ def test_what_waits_for_blocks_is_not_looked_for_at_every_step(
     assert looks[0] < 40, "five at each of 20 steps"
 
 
-def test_order_is_priority_then_arrival_and_nobody_starves() -> None:
-    engine, _ = _engine(max_num_seqs=1)
-    for name, priority in (("a", 0), ("b", 0), ("late", 1), ("c", 0), ("first", -1)):
-        engine.submit(request_of(name, priority=priority, max_tokens=2))
-    assert list(finish(engine)) == ["first", "a", "b", "c", "late"]
-
-
 def test_priorities_age_so_that_no_flood_of_others_starves_a_request() -> None:
+    """The order is priority, then arrival."""
     engine, _ = _engine(max_num_seqs=1)
     for name, priority, arrival_s in (
-        ("low", 2, 100.0), ("soon", 0, 104.0), ("just", 0, 109.9), ("late", 0, 110.1),
-        ("top", -(2**31), 500.0), ("bottom", 2**31 - 1, 100.0), ("after", 0, 421.0),
+        ("low", 2, 100.0), ("soon", 0, 104.0), ("next", 0, 104.0), ("first", -1, 104.0),
+        ("just", 0, 109.9), ("late", 0, 110.1), ("after", 0, 421.0),
+        ("top", -(2**31), 500.0), ("bottom", 2**31 - 1, 100.0),
     ):  # fmt: skip
         engine.submit(request_of(name, priority=priority, arrival_s=arrival_s, max_tokens=2))
-    assert list(finish(engine)) == ["soon", "just", "low", "late", "top", "bottom", "after"]
+    ended = list(finish(engine))
+    assert ended[:6] == ["first", "soon", "next", "just", "low", "late"]
+    assert ended[6:] == ["top", "bottom", "after"]
     for i in range(300):
         engine.submit(request_of(f"{i}", priority=i))
     places = {sequence.place for sequence in engine.scheduler.waiting}
