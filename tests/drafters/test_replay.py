@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from drafters.replay import Recording, main, read_recordings, replay
 from drafters.tree import DraftTree, followed
 from tests.drafters.trees import tree_of
-from tests.fakes.fake_drafters import FakeDrafter, FakeSession, chain
+from tests.fakes.fake_drafters import FakeDrafter, chain
 
 
-class ScriptedSession(FakeSession):
-    """Records what it is told."""
-
-    told: list[object]
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        super().extend(token_ids)
-        self.told.append(list(token_ids))
-
-    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        super().feedback(tree, accepted)
-        self.told.append(("accepted", list(accepted)))
-
-
-class Scripted(FakeDrafter):
-    """Proposes the trees it is given, one a step; has what its sessions are told."""
-
-    def __init__(self, trees: list[DraftTree]) -> None:
-        super().__init__(lambda *_: trees.pop(0))
-        self.told: list[object] = []
-
-    def open(self, prompt_ids: Sequence[int], **_: Any) -> FakeSession:
-        session = ScriptedSession(prompt_ids, self.propose_from)
-        session.told = self.told
-        return session
+def scripted(trees: list[DraftTree]) -> FakeDrafter:
+    """Proposes the trees it is given, one a step."""
+    return FakeDrafter(lambda *_: trees.pop(0))
 
 
 def test_steps_are_counted_drafted_or_not() -> None:
@@ -51,7 +27,7 @@ def test_steps_are_counted_drafted_or_not() -> None:
         chain([8]),
         chain([7, 7]),
     ]
-    drafter = Scripted(trees)
+    drafter = scripted(trees)
     result = replay(drafter, [Recording([0], [1, 2, 3, 4, 5, 6, 7])], budget=4)
     assert result.num_tokens == [6] and result.num_steps == [4]
     assert result.decode_tokens_per_step == 1.5
@@ -59,11 +35,14 @@ def test_steps_are_counted_drafted_or_not() -> None:
     assert (result.num_drafted, result.num_accepted) == (6, 3)
     assert result.offered_by_depth == [3, 2, 1]
     assert result.accepted_by_depth == [2, 1, 0]
-    assert drafter.told[2:4] == [("accepted", [0, 1]), [2, 3, 4]]  # feedback before extend
+    (session,) = drafter.sessions
+    told = [(1, []), (2, [0, 1]), (5, []), (6, []), (7, [0])]
+    assert session.told == told, "each before what came is added"
+    assert session.tokens == [*range(8)]
 
 
 def test_a_tree_in_the_prefill_step_saves_decode_steps() -> None:
-    drafter = Scripted([chain([1, 2]), DraftTree.empty()])
+    drafter = scripted([chain([1, 2]), DraftTree.empty()])
     result = replay(drafter, [Recording([0], [1, 2, 3, 4])], budget=4, in_prefill=True)
     assert result.num_tokens == [3] and result.num_steps == [1]
 

@@ -27,7 +27,7 @@ from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.requests import request_of
 from tests.engine.scenarios import Collector, Result, answers, profile_of, run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
-from tests.fakes.fake_drafters import FakeDrafter, check_tree, tree_of
+from tests.fakes.fake_drafters import FakeDrafter, check_tree, tree_along
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
 from vocab_store.profile import VocabProfile
@@ -147,20 +147,9 @@ def _ids(text: str) -> list[int]:
 
 
 def _tree(paths: list[tuple[list[int], float]]) -> DraftTree:
-    tokens: list[int] = []
-    parents: list[int] = []
-    survival: list[float] = []
-    places: dict[tuple[int, int], int] = {}
-    for path, chance in paths:
-        at = -1
-        for token in path:
-            if (at, token) not in places:
-                places[at, token] = len(tokens)
-                tokens.append(token)
-                parents.append(at)
-                survival.append(chance)
-            at = places[at, token]
-    return tree_of(tokens, parents, survival, 1, range(len(tokens)))
+    tree = tree_along(paths)
+    num = len(tree)
+    return replace(tree, source=np.ones(num, np.uint8), cell=np.arange(num, dtype=np.int32))
 
 
 def _checked(tree: DraftTree | None, depth: int = 64) -> Trees:

@@ -20,7 +20,8 @@ from tests.fakes.fake_runner import FakeModel, state_of_hash
 
 
 class FakeSession:
-    """Keeps the text and asks `propose_from(tokens, budget, max_depth)` for trees."""
+    """Keeps the text and asks `propose_from(tokens, budget, max_depth)` for trees. told: how long
+    the text was at each feedback, and what was accepted."""
 
     def __init__(
         self, prompt_ids: Sequence[int], propose_from: Callable[[list[int], int, int], DraftTree]
@@ -29,6 +30,7 @@ class FakeSession:
         self._num_prompt = len(self.tokens)
         self.propose_from = propose_from
         self.is_closed = False
+        self.told: list[tuple[int, list[int]]] = []
 
     def _alive(self) -> None:
         if self.is_closed:
@@ -49,6 +51,7 @@ class FakeSession:
         for node in accepted:
             assert tree.parents[node] == parent
             parent = node
+        self.told.append((len(self.tokens), list(accepted)))
 
     def settle(self) -> None:
         self._alive()
@@ -155,29 +158,27 @@ def random_drafter(seed: int, vocab_size: int, alphabet: int = 0) -> FakeDrafter
     return FakeDrafter(lambda _, b, d: random_tree(rng, vocab_size, b, d, alphabet))
 
 
+def tree_along(paths: Sequence[tuple[Sequence[int], float]], most: int = 1 << 30) -> DraftTree:
+    """Its nodes are the beginnings of these paths, in their order, at most `most`; each survives
+    with the chance of the first path that has it."""
+    nodes: dict[tuple[int, ...], int] = {}
+    survival: list[float] = []
+    for path, chance in paths:
+        for end in range(1, len(path) + 1):
+            if len(nodes) < most and tuple(path[:end]) not in nodes:
+                nodes[tuple(path[:end])] = len(nodes)
+                survival.append(chance)
+    parents = [nodes.get(beginning[:-1], -1) for beginning in nodes]
+    return tree_of([beginning[-1] for beginning in nodes], parents, survival)
+
+
 def oracle_drafter(texts: Sequence[Sequence[int]]) -> FakeDrafter:
     """Knows whole texts (prompt and output): proposes how those go on, as one tree."""
 
     def propose(tokens: list[int], budget: int, max_depth: int) -> DraftTree:
-        children: dict[tuple[int, int], int] = {}
-        ids: list[int] = []
-        parents: list[int] = []
         num = len(tokens)
-        for text in texts:
-            if list(text[:num]) != tokens:
-                continue
-            parent = -1
-            for token in text[num : num + max_depth]:
-                node = children.get((parent, token), -1)
-                if node < 0:
-                    if len(ids) >= budget:
-                        break
-                    node = len(ids)
-                    children[parent, token] = node
-                    ids.append(token)
-                    parents.append(parent)
-                parent = node
-        return tree_of(ids, parents, 0.9)
+        known = [text for text in texts if list(text[:num]) == tokens]
+        return tree_along([(text[num : num + max_depth], 0.9) for text in known], budget)
 
     return FakeDrafter(propose)
 
