@@ -20,7 +20,6 @@ from server.types import (
     SamplingParams,
     SpeculationParams,
     StepCounts,
-    TokenLogprob,
     VocabularyCounts,
     VocabularyMode,
     VocabularyParams,
@@ -46,14 +45,9 @@ EOS = (1,)
 
 
 @dataclass
-class Result:
+class Result(Outcome):
     """What the Deltas of one choice add up to."""
 
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    finish_reason: str | None = None
-    stop_reason: int | bytes | None = None
     error_code: str | None = None
     counts: list[StepCounts] = field(default_factory=list)
     vocabulary: list[VocabularyCounts] = field(default_factory=list)
@@ -78,7 +72,7 @@ class Collector:
             if result.num_deltas:
                 assert not delta.prompt_logprobs
             else:
-                result.prompt_logprobs = delta.prompt_logprobs
+                result.prompt_logprobs += delta.prompt_logprobs
             result.num_deltas += 1
             start = len(result.ids)
             result.ids.extend(delta.token_ids)
@@ -465,7 +459,7 @@ def compare(
         assert got.finish_reason == want.finish_reason
         assert got.stop_reason == want.stop_reason
         assert got.logprobs == want.logprobs
-        assert list(got.prompt_logprobs) == want.prompt_logprobs
+        assert got.prompt_logprobs == want.prompt_logprobs
 
 
 def run_workload(
