@@ -13,35 +13,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from server.engine.batch import Int32, Int64
+from server.engine.batch import Int32
+from server.model.cpu.records import Rows, StatePlan
 from server.model.interface import StepHolder, put_in_place
-
-if TYPE_CHECKING:
-    from server.model.cpu.records import Rows
 
 _WORTH_KEEPING = 16
 """Positions of a replay whose end is kept."""
-
-
-class StatePlan(NamedTuple):
-    """What a step's rows begin from, one line a sequence.
-
-    seqs: int64 [S, 9]: source state or -1, destination state or -1, first replayed position, first
-    position of its rows, the state to keep before its rows or -1, the state to keep at the
-    boundary row or -1, the boundary row, first and end of its rows in `order`. order: int64 [R],
-    rows: linear ones by position, then draft nodes depth first. depths: int64 [R], 0 for linear
-    ones.
-    """
-
-    seqs: Int64
-    order: Int64
-    depths: Int64
 
 
 class StatePlaces:

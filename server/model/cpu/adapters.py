@@ -5,7 +5,7 @@ that the engine gives them, notes which rows of a step have one (StepAdapters), 
 adapter's own rows of the embedding and of the head in, for its requests alone. The engine's
 AdapterShelf decides which adapters are in memory; kernels/lora.py computes the sums.
 
-An adapter's matrices stay as its file has them (records.ADAPTER_FORMS), whatever kind the base's
+An adapter's matrices stay as its file has them (records.FLOAT_TYPES), whatever kind the base's
 weights are; its own rows are float32.
 """
 
@@ -34,9 +34,9 @@ from server.model.cpu.head import FullLogits, padded
 from server.model.cpu.kernels import product
 from server.model.cpu.linear import float_linear, grown, packed
 from server.model.cpu.records import (
-    ADAPTER_FORMS,
     ADAPTER_ROWS,
     ADAPTER_WIDE,
+    FLOAT_TYPES,
     INTEGERS,
     KINDS,
     LANES,
@@ -123,7 +123,7 @@ class _Packer:
         self.inputs = np.zeros((shape.num_layers, len(KINDS), 5), np.int64)
         self.parts = np.zeros((shape.num_layers, len(KINDS), _MAX_PARTS, 5), np.int64)
         self.arrays: list[npt.NDArray[Any]] = []
-        self._form = ADAPTER_FORMS.index(lora.form)
+        self._form = FLOAT_TYPES.index(lora.form)
         self._lora = lora
         self._known = lora.names()
         tensors = ModelTensors(shape, _Outputs(lora, linear_sizes(shape)))
@@ -169,7 +169,7 @@ class _Packer:
 
     def _narrow(self, matrix: Float32) -> npt.NDArray[Any]:
         """The matrix in the file's own form; nothing is rounded, as its numbers came from there."""
-        match ADAPTER_FORMS[self._form]:
+        match FLOAT_TYPES[self._form]:
             case "bfloat16":
                 return np.ascontiguousarray((matrix.view(np.uint32) >> 16).astype(np.uint16))
             case "float16":

@@ -118,8 +118,7 @@ def activations(num_rows: int, num_inputs: int) -> Activations:
     padded = -(-num_inputs // BLOCK) * BLOCK
     numbers = aligned(num_rows * padded).view(np.int8).reshape(num_rows, padded)
     figures = aligned(num_rows * padded // BLOCK * 16).view(np.int32)
-    figures = figures.reshape(num_rows, padded // BLOCK, 4)
-    return Activations(numbers, figures, figures.view(np.float32))
+    return Activations(numbers, figures.reshape(num_rows, padded // BLOCK, 4))
 
 
 class Arena:

@@ -111,8 +111,12 @@ UInt8x5 = Annotated[UInt8, 5]
 
 # --- weights --------------------------------------------------------------------------------------
 
-FLOAT32, BFLOAT16, INTEGERS = range(3)
-"""Kinds of weights."""
+FLOAT_TYPES = ("float32", "bfloat16", "float16")
+"""What floats may be kept in: those of a family's weights the first two, an adapter's matrices all.
+"""
+FLOAT32, BFLOAT16, FLOAT16, INTEGERS = range(4)
+"""Kinds of weights and of embeddings, those of FLOAT_TYPES by their places there. The embeddings of
+the last are a GGUF's blocks."""
 
 NO_TILES = 1 << 62
 """More rows than any product has."""
@@ -127,12 +131,10 @@ first rows are multiplied; 0: none."""
 
 
 class Activations(NamedTuple):
-    """Rows as integers: q int8 [rows, padded inputs]; figures int32 [rows, blocks, 4] and the same
-    memory as float32 in scales."""
+    """Rows as integers: q int8 [rows, padded inputs]; figures int32 [rows, blocks, 4]."""
 
     q: Int8x2
     figures: Int32x3
-    scales: Float32x3
 
 
 class Linear(NamedTuple):
@@ -157,9 +159,7 @@ class Linear(NamedTuple):
     tile_rows: int
 
 
-NO_ROWS = Activations(
-    np.zeros((0, 0), np.int8), np.zeros((0, 0, 4), np.int32), np.zeros((0, 0, 4), np.float32)
-)
+NO_ROWS = Activations(np.zeros((0, 0), np.int8), np.zeros((0, 0, 4), np.int32))
 
 # --- the forward pass -----------------------------------------------------------------------------
 
@@ -396,9 +396,6 @@ KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")
 """The products of a layer, by the names of Layers."""
 QKV, OUT, GATE_UP, DOWN, CONV_IN, CONV_OUT = range(len(KINDS))
 
-ADAPTER_FORMS = ("float32", "bfloat16", "float16")
-"""What an adapter's matrices are kept in; a form's place is its number."""
-
 ADAPTER_ROWS = 4
 """Most rows of one span: one thread's item."""
 
@@ -408,7 +405,7 @@ class StepAdapters(NamedTuple):
 
     spans: int64 [n, 3]: first row, rows (1 .. ADAPTER_ROWS), place; empty without adapters. inputs:
     int64 [P, L, kinds, 5]: address of A ([K, columns]), address of its scales (float32 [columns]),
-    columns (whole vectors; 0: the product has no adapter), K, number of the form of A and B. parts:
+    columns (whole vectors; 0: the product has no adapter), K, FLOAT_TYPES' place of A and B. parts:
     int64 [P, L, kinds, 3, 5]: first column of x @ A, rank, address of B (as `adapters.in_blocks`
     gives it), first output, outputs (0: no part). alternate, up: gate and up outputs lie in runs of
     `alternate`, one of each in turn, or one after the other where it is 0; the first of up is `up`.
@@ -427,16 +424,12 @@ class StepAdapters(NamedTuple):
 
 # --- a step ---------------------------------------------------------------------------------------
 
-READY, FLOATS, BFLOATS, HALVES, BLOCKS = -1, 0, 1, 2, 3
-"""Where embeddings come from: they are in Scratch.x, or a table of such numbers; BLOCKS: of a
-GGUF's blocks."""
-
 
 class Table(NamedTuple):
     """An embedding table in memory that the caller keeps alive.
 
     address: of its first row. row_bytes: from row to row. num_rows: an id past them has row 0.
-    kind: one of the above. scale: factor on the embeddings. form: of BLOCKS (integers/forms.py).
+    kind: of its numbers. scale: factor on the embeddings. form: of INTEGERS (integers/forms.py).
     """
 
     address: int
@@ -447,7 +440,8 @@ class Table(NamedTuple):
     form: int = 0
 
 
-NO_TABLE = Table(0, 0, 0, READY, np.float32(1.0))
+NO_TABLE = Table(0, 0, 0, FLOAT32, np.float32(1.0))
+"""Of a runner that puts its embeddings into Scratch.x itself."""
 
 
 class Head(NamedTuple):
@@ -491,6 +485,21 @@ class DeltaLayer(NamedTuple):
     dk: int
     dv: int
     inputs: Float32x3
+
+
+class StatePlan(NamedTuple):
+    """What a step's rows begin from, one line a sequence.
+
+    seqs: int64 [S, 9]: source state or -1, destination state or -1, first replayed position, first
+    position of its rows, the state to keep before its rows or -1, the state to keep at the
+    boundary row or -1, the boundary row, first and end of its rows in `order`. order: int64 [R],
+    rows: linear ones by position, then draft nodes depth first. depths: int64 [R], 0 for linear
+    ones.
+    """
+
+    seqs: Int64x2
+    order: Int64
+    depths: Int64
 
 
 # --- draws ----------------------------------------------------------------------------------------

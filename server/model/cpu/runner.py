@@ -35,7 +35,6 @@ from server.model.cpu.records import (
     LANES,
     NO_LIKELY,
     PANEL,
-    READY,
     Cache,
     Ends,
     Float32,
@@ -236,7 +235,14 @@ class CpuRunner:
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i]. No step may be in flight."""
-        kernels.move_slots(src, dst, self._cache)
+        cache, (block, lane), (to, to_lane) = self._cache, divmod(src, LANES), divmod(dst, LANES)
+        lanes_last = [cache.keys.view(list(KV_TYPES.values())[cache.kind])]
+        if cache.key_scales.size:
+            lanes_last += [cache.key_scales, cache.value_scales]
+        for array in lanes_last:
+            array[..., to, :, to_lane] = array[..., block, :, lane]
+        for array in (cache.values, cache.inputs):
+            array[..., to, to_lane, :] = array[..., block, lane, :]
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copy KV of blocks src[i] to dst[i]. No step may be in flight."""
@@ -364,7 +370,7 @@ class CpuRunner:
             self._kernel_threads.rest()
         # Ends are made of what the arrays hold now: of a step in which every row is drawn from.
         is_alike = plain and not (batch.num_likely or answers.problems)
-        if is_alike and batch.num_draws == batch.num_rows and self._table.kind != READY:
+        if is_alike and batch.num_draws == batch.num_rows and self._table.num_rows:
             self._held = held or _Held(batch, wanted, answers)
         return answers
 

@@ -16,10 +16,10 @@ from server.model.cpu.head import HeadInFile, PackedHead, Panels, float_head
 from server.model.cpu.integers.forms import Form
 from server.model.cpu.linear import Arena, float_linears, pack_panels, packed
 from server.model.cpu.records import (
-    BFLOATS,
-    BLOCKS,
-    FLOATS,
-    HALVES,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INTEGERS,
     KINDS,
     PANEL,
     Int64,
@@ -34,7 +34,7 @@ from server.model.shape import ModelShape
 def float_table(tensor: Any) -> tuple[Any, Table]:
     """(the tensor that it lies in, the table) of a torch tensor [num_rows, H]: the same one, or its
     float32 where no kernel reads its numbers."""
-    kinds = {"torch.float32": FLOATS, "torch.bfloat16": BFLOATS, "torch.float16": HALVES}
+    kinds = {"torch.float32": FLOAT32, "torch.bfloat16": BFLOAT16, "torch.float16": FLOAT16}
     if str(tensor.dtype) not in kinds or tensor.stride(1) != 1:
         tensor = tensor.float().contiguous()
     row_bytes, kind = tensor.stride(0) * tensor.element_size(), kinds[str(tensor.dtype)]
@@ -45,7 +45,7 @@ def float_table(tensor: Any) -> tuple[Any, Table]:
 def block_table(form: Form, rows: UInt8) -> Table:
     """The table that rows of a GGUF are, uint8 [num_rows, bytes of a row, side by side]."""
     address, scale = rows.ctypes.data, np.float32(1.0)
-    return Table(address, rows.strides[0], rows.shape[0], BLOCKS, scale, form.number)
+    return Table(address, rows.strides[0], rows.shape[0], INTEGERS, scale, form.number)
 
 
 @dataclass(eq=False)

@@ -32,10 +32,11 @@ from torch import nn
 from torch.nn import functional
 
 from server.engine.batch import Batch, Int32
+from server.model.cpu.records import StatePlan
 from server.model.draws import batch_rows
 from server.model.gpu.attention import NOTHING, key_slots
 from server.model.interface import StepHolder
-from server.model.states import DeltaNet, StatePlaces, StatePlan, num_states
+from server.model.states import DeltaNet, StatePlaces, num_states
 
 
 class PagedConvolution(nn.Module):

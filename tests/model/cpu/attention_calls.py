@@ -9,7 +9,7 @@ from server.model.cpu.kernels.attention import (
     add_blocks,
     add_weighted,
     block_scores,
-    one_score,
+    few_scores,
 )
 from server.model.cpu.records import Int32
 
@@ -32,7 +32,7 @@ def one_by_one(q: int, keys: Plane, values: Plane, blocks: Int32, s: int, acc: i
     for g in range(NUM_HEADS):
         own = s + g * ROOM * 4
         for i in range(NUM_BLOCKS):
-            one_score(q + g * WIDTH * 4, WIDTH, 1, keys, blocks[i], own + i * 64, ROOM)
+            few_scores(q + g * WIDTH * 4, WIDTH, 1, keys, 1, blocks[i], own + i * 64, ROOM)
         for i in range(NUM_BLOCKS):
             slot, to = blocks[i] * 16, acc + g * WIDTH * 4
             add_weighted(own + i * 64, ROOM, 1, values, slot, 16, to, WIDTH)

@@ -85,10 +85,9 @@ class PagedStep:
             depth = int(self._plan.depths.max(initial=0)) + 1
             self._stacks = np.zeros((self.work.threads, depth, dk, dv), np.float32)
         out = torch.empty((self.rows.num, heads * dv))
-        plan = (self._plan.seqs, self._plan.order, self._plan.depths)
         delta_rule(
-            self.rows, plan, record, mixed.contiguous().numpy(), self.states.states, net.layer,
-            self._stacks, out.numpy(), self.work,
+            self.rows, self._plan, record, mixed.contiguous().numpy(), self.states.states,
+            net.layer, self._stacks, out.numpy(), self.work,
         )  # fmt: skip
         return out
 

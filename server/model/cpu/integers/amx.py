@@ -66,7 +66,7 @@ class _Trial:
     def __init__(self, form: Form, rows: int) -> None:
         rng = np.random.default_rng(rows)
         blocks = _TRIAL_INPUTS // BLOCK
-        x, figures, _ = activations(rows, _TRIAL_INPUTS)
+        x, figures = activations(rows, _TRIAL_INPUTS)
         x[:] = rng.integers(-127, 128, x.shape, np.int8)
         figures[:] = rng.integers(0, 1 << 20, figures.shape, np.int32)
         figures.view(np.float32)[..., ::3] = rng.standard_normal((rows, blocks, 2), np.float32)

@@ -33,8 +33,6 @@ from server.model.cpu.kernels.ir import (
     I16,
     I32,
     I64,
-    VEC,
-    VECI,
     Loop,
     call,
     choose,
@@ -45,8 +43,10 @@ from server.model.cpu.kernels.ir import (
     i32,
     i64,
     load,
+    put,
     splat,
     store,
+    widened,
     word,
 )  # fmt: skip
 from server.model.cpu.kernels.team import barrier, run, take
@@ -60,6 +60,7 @@ from server.model.cpu.kernels.vectors import (
     soft_cap,
 )  # fmt: skip
 from server.model.cpu.records import (
+    KV_TYPES,
     LANES,
     WIDE_HEADS,
     WIDE_REGISTERS,
@@ -111,13 +112,7 @@ def _size(kind: int) -> int:
 
 
 def _widened(b: Any, kind: int, address: Any) -> Any:
-    """16 numbers of a kind at an address, as float32."""
-    if kind == _FLOAT32:
-        return load(b, floats(b, address), i64(0))
-    narrow = ir.VectorType(F16 if kind == _FLOAT16 else I8, LANES)
-    raw = b.load(b.inttoptr(address, narrow.as_pointer()))
-    raw.align = _size(kind)
-    return b.fpext(raw, VEC) if kind == _FLOAT16 else b.sitofp(b.sext(raw, VECI), VEC)
+    return widened(b, tuple(KV_TYPES)[kind], address)
 
 
 def _by_kind(
@@ -130,8 +125,7 @@ def _by_kind(
     given = [numbers, scales, width, *args]
 
     def emit(name: str, define: Callable[..., None], of: int) -> None:
-        kinds = [I64] * len(given)
-        fn = function(b, f"tailor_{name}_{of}", kinds, ir.VoidType(), partial(define, of))
+        fn = function(b.module, f"tailor_{name}_{of}", len(given), partial(define, of))
         b.call(fn, given)
 
     told = {
@@ -175,74 +169,77 @@ def _define_scores(num_heads: int, num_blocks: int, kind: int, b: Any, args: Any
             store(b, value, sf, b.add(b.mul(lds, i64(g)), i64(i * LANES)))
 
 
-def _make_scores(heads: tuple[int, ...], num_blocks: int) -> Any:
-    """A word: the scores of so many heads, one of `heads`, against num_blocks blocks."""
+@word(None, int, int, int, int, Plane, int, int, int)
+def _scores(
+    b: Any, heads: Any, blocks: Any, q: Any, ldq: Any, plane: Any, table: Any, s: Any, lds: Any
+) -> None:
+    """_define_scores: of 1 to 4 heads against 1 or SCORE_BLOCKS blocks, or of WIDE_HEADS."""
+    sizes = {(g, num) for g in (1, 2, 3, 4) for num in (1, SCORE_BLOCKS)}
+    if WIDE_HEADS > 0:
+        sizes.add((WIDE_HEADS, _WIDE_VECTORS))
+    cases = {
+        16 * num + g: (f"scores_{g}_{num}", partial(_define_scores, g, num)) for g, num in sizes
+    }
+    case = b.add(b.mul(blocks, i64(16)), heads)
+    _by_kind(b, plane, case, cases, [q, ldq, table, s, lds])
 
-    @word(None, int, int, int, Plane, int, int, int)
-    def scores(
-        b: Any, num: Any, q: Any, ldq: Any, plane: Any, table: Any, s: Any, lds: Any
-    ) -> None:
-        cases = {
-            g: (f"scores_{g}_{num_blocks}", partial(_define_scores, g, num_blocks)) for g in heads
-        }
-        _by_kind(b, plane, num, cases, [q, ldq, table, s, lds])
 
-    return scores
-
-
-_scores = _make_scores((1, 2, 3, 4), 1)
-_many_scores = _make_scores((1, 2, 3, 4), SCORE_BLOCKS)
-_wide_scores = _make_scores((WIDE_HEADS or 1,), _WIDE_VECTORS or 1)
+def _add_slot(
+    b: Any, kind: int, args: Any, slot: Any, column: Any, weights: list[Any], sums: list[Any]
+) -> list[Any]:
+    """The sums, of each head in turn, after one more slot: its values from a column on, each vector
+    of them times the head's weight, which is at an address."""
+    numbers, scales, width = args[:3]
+    size, vectors = _size(kind), len(sums) // len(weights)
+    at = b.add(numbers, b.mul(b.add(b.mul(slot, width), column), i64(size)))
+    value = [_widened(b, kind, b.add(at, i64(c * LANES * size))) for c in range(vectors)]
+    scale = None
+    if kind == _INT8:
+        scale = b.load(b.gep(floats(b, scales), [slot]))
+    new = []
+    for g, address in enumerate(weights):
+        weight = b.load(address)
+        wide = splat(b, weight if scale is None else b.fmul(weight, scale))
+        new += [fma(b, wide, value[c], sums[g * vectors + c]) for c in range(vectors)]
+    return new
 
 
 def _define_weighted(num_heads: int, vectors: int, kind: int, b: Any, args: Any) -> None:
     """acc[g, :] += sum over slots of p[g, slot] * values[slot, :], slots in order, 16 * vectors
-    columns. first: slot * width + column."""
-    numbers, scales, width, p, ldp, first, num, acc, lda = args
+    columns."""
+    p, ldp, slot, column, num, acc, lda = args[3:]
     pf, af = floats(b, p), floats(b, acc)
-    size = _size(kind)
-    at = b.add(numbers, b.mul(first, i64(size)))
-    own = None
-    if kind == _INT8:
-        own = b.gep(floats(b, scales), [b.sdiv(first, width)])
     where = [
         b.add(b.mul(lda, i64(g)), i64(c * LANES)) for g in range(num_heads) for c in range(vectors)
     ]
     loop = Loop(b, num, [load(b, af, place) for place in where])
-    row = b.add(at, b.mul(b.mul(loop.index, width), i64(size)))
-    value = [_widened(b, kind, b.add(row, i64(c * LANES * size))) for c in range(vectors)]
-    new = []
-    for g in range(num_heads):
-        weight = b.load(b.gep(pf, [b.add(b.mul(ldp, i64(g)), loop.index)]))
-        if own is not None:
-            weight = b.fmul(weight, b.load(b.gep(own, [loop.index])))
-        wide = splat(b, weight)
-        new += [fma(b, wide, value[c], loop.carried[g * vectors + c]) for c in range(vectors)]
+    weights = [b.gep(pf, [b.add(b.mul(ldp, i64(g)), loop.index)]) for g in range(num_heads)]
+    slot = b.add(slot, loop.index)
+    new = _add_slot(b, kind, args, slot, column, weights, loop.carried)
     for place, result in zip(where, loop.close(new), strict=True):
         store(b, result, af, place)
 
 
-@word(None, int, int, int, int, Plane, int, int, int, int)
+@word(None, int, int, int, int, Plane, int, int, int, int, int)
 def _weighted(
-    b: Any, heads: Any, vectors: Any, p: Any, ldp: Any, plane: Any, first: Any, num: Any, acc: Any,
-    lda: Any,
+    b: Any, heads: Any, vectors: Any, p: Any, ldp: Any, plane: Any, slot: Any, column: Any,
+    num: Any, acc: Any, lda: Any,
 ) -> None:  # fmt: skip
-    """acc[g, :] += p[g, i] @ values of `num` slots, 1 to 4 heads, 1 or 4 vectors of columns from
-    number `first` on; p, acc: addresses, head strides ldp and lda."""
+    """acc[g, :] += p[g, i] @ values of `num` slots from one on, 1 to 4 heads, 1 or 4 vectors of
+    columns from one on; p, acc: addresses, head strides ldp and lda."""
     cases = {
         8 * v + g: (f"weighted_{g}_{v}", partial(_define_weighted, g, v))
         for g in (1, 2, 3, 4)
         for v in (1, 4)
     }
     case = b.add(b.mul(vectors, i64(8)), heads)
-    _by_kind(b, plane, case, cases, [p, ldp, first, num, acc, lda])
+    _by_kind(b, plane, case, cases, [p, ldp, slot, column, num, acc, lda])
 
 
 def _define_wide_weighted(num_heads: int, vectors: int, kind: int, b: Any, args: Any) -> None:
     """As _define_weighted, for all slots of `num` whole blocks, one after the other, and all
     columns: a multiple of 16 * vectors. table: address of the blocks' int32 numbers."""
-    numbers, scales, width, p, ldp, table, num, acc, lda = args
-    size = _size(kind)
+    _, _, width, p, ldp, table, num, acc, lda = args
     columns = Loop(b, width, [], step=vectors * LANES)
     column = columns.index
     pf, af = floats(b, p), floats(b, acc)
@@ -257,18 +254,10 @@ def _define_wide_weighted(num_heads: int, vectors: int, kind: int, b: Any, args:
     slot = b.mul(b.sext(b.load(entry), I64), i64(LANES))
     first = b.mul(outer.index, i64(LANES))
     inner = Loop(b, i64(LANES), outer.carried)
-    row = b.add(b.mul(b.add(slot, inner.index), width), column)
-    at = b.add(numbers, b.mul(row, i64(size)))
-    value = [_widened(b, kind, b.add(at, i64(c * LANES * size))) for c in range(vectors)]
-    scale = None
-    if kind == _INT8:
-        scale = b.load(b.gep(floats(b, scales), [b.add(slot, inner.index)]))
     key = b.add(first, inner.index)
-    new = []
-    for g in range(num_heads):
-        weight = b.load(b.gep(weights[g], [key]))
-        wide = splat(b, weight if scale is None else b.fmul(weight, scale))
-        new += [fma(b, wide, value[c], inner.carried[g * vectors + c]) for c in range(vectors)]
+    of_key = [b.gep(head, [key]) for head in weights]
+    slot = b.add(slot, inner.index)
+    new = _add_slot(b, kind, args, slot, column, of_key, inner.carried)
     sums = outer.close(inner.close(new))
     for place, result in zip(where, sums, strict=True):
         store(b, result, af, place)
@@ -283,24 +272,6 @@ def _wide_weighted(
     heads, vectors = WIDE_HEADS or 1, _WIDE_VECTORS or 1
     cases = {0: ("wide_weighted", partial(_define_wide_weighted, heads, vectors))}
     _by_kind(b, plane, i64(0), cases, [p, ldp, table, num, acc, lda])
-
-
-@word(None, int, np.float32, int, int)
-def _scaled_vectors(b: Any, x: Any, scale: Any, out: Any, num: Any) -> None:
-    """out[i] = x[i] * scale for 16 * num floats at addresses."""
-    factor = splat(b, scale)
-    loop = Loop(b, num, [])
-    at = b.mul(loop.index, i64(LANES))
-    store(b, b.fmul(load(b, floats(b, x), at), factor), floats(b, out), at)
-    loop.close([])
-
-
-@word(None, int, int)
-def _clear_vectors(b: Any, out: Any, num: Any) -> None:
-    """out[i] = 0 for 16 * num floats at an address."""
-    loop = Loop(b, num, [])
-    store(b, const(0.0), floats(b, out), b.mul(loop.index, i64(LANES)))
-    loop.close([])
 
 
 _MOST_HALF = 65504.0
@@ -336,41 +307,36 @@ def _put(b: Any, plane: Any, index: Any, x: Any, factor: Any) -> None:
     numbers, kind = b.extract_value(plane, 0), b.extract_value(plane, 3)
 
     def emit(of: int) -> None:
-        value = _stored(b, of, x, factor)
         at = b.add(numbers, b.mul(index, i64(_size(of))))
-        b.store(value, b.inttoptr(at, value.type.as_pointer()))
+        put(b, _stored(b, of, x, factor), at, 0, _size(of))
 
     choose(b, kind, {of: partial(emit, of) for of in _KINDS})
 
 
-def _make_put_vectors(stride: int) -> Any:
-    """As _put for 16 * num floats at address x: numbers `stride` apart, from `first` on."""
+@word(None, Plane, int, int, int, int, np.float32)
+def _put_vectors(
+    b: Any, plane: Any, first: Any, stride: Any, x: Any, num: Any, factor: Any
+) -> None:
+    """As _put for 16 * num floats at address x: numbers `stride`, 1 or LANES, apart, from `first`
+    on."""
+    numbers, kind = b.extract_value(plane, 0), b.extract_value(plane, 3)
 
-    @word(None, Plane, int, int, int, np.float32)
-    def put(b: Any, plane: Any, first: Any, x: Any, num: Any, factor: Any) -> None:
-        numbers, kind = b.extract_value(plane, 0), b.extract_value(plane, 3)
+    def emit(of: int, apart: int) -> None:
+        size = _size(of)
+        start = b.add(numbers, b.mul(first, i64(size)))
+        loop = Loop(b, num, [])
+        at = b.mul(loop.index, i64(LANES))
+        value = _stored(b, of, load(b, floats(b, x), at), factor)
+        to = b.add(start, b.mul(at, i64(apart * size)))
+        parts = [value]
+        if apart > 1:
+            parts = [b.extract_element(value, i32(i)) for i in range(LANES)]
+        for i, part in enumerate(parts):
+            put(b, part, to, i * apart * size, size)
+        loop.close([])
 
-        def emit(of: int) -> None:
-            size = _size(of)
-            start = b.add(numbers, b.mul(first, i64(size)))
-            loop = Loop(b, num, [])
-            at = b.mul(loop.index, i64(LANES))
-            value = _stored(b, of, load(b, floats(b, x), at), factor)
-            to = b.add(start, b.mul(at, i64(stride * size)))
-            parts = [value]
-            if stride > 1:
-                parts = [b.extract_element(value, i32(i)) for i in range(LANES)]
-            for i, part in enumerate(parts):
-                where = b.add(to, i64(i * stride * size))
-                b.store(part, b.inttoptr(where, part.type.as_pointer())).align = size
-            loop.close([])
-
-        choose(b, kind, {of: partial(emit, of) for of in _KINDS})
-
-    return put
-
-
-_put_keys, _put_values = _make_put_vectors(LANES), _make_put_vectors(1)
+    cases = {3 * apart + of: partial(emit, of, apart) for of in _KINDS for apart in (1, LANES)}
+    choose(b, b.add(b.mul(stride, i64(3)), kind), cases)
 
 
 @word(None, int, int, int, int, int)
@@ -420,26 +386,15 @@ def _factor(plane, slot, x, num):
 
 
 @compiled
-def store_key(keys, scaled, slot, x, num):
-    """`num` floats at address x into their slot of a Plane of keys; scaled: it has scales."""
-    factor = _factor(keys, slot, x, num) if scaled else np.float32(1.0)
-    first = slot // LANES * num * LANES + slot % LANES
+def _store(plane, slot, first, stride, x, num):
+    """`num` floats at address x into their slot of a Plane: numbers `stride` apart, from `first`
+    on."""
+    factor = _factor(plane, slot, x, num) if plane.kind == _INT8 else np.float32(1.0)
     whole = num // LANES
     if whole > 0:
-        _put_keys(keys, first, x, whole, factor)
+        _put_vectors(plane, first, stride, x, whole, factor)
     for i in range(whole * LANES, num):
-        _put(keys, first + i * LANES, float_at(x, i), factor)
-
-
-@compiled
-def store_value(values, scaled, slot, x, num):
-    """`num` floats at address x into their slot of a Plane of values; scaled: it has scales."""
-    factor = _factor(values, slot, x, num) if scaled else np.float32(1.0)
-    whole = num // LANES
-    if whole > 0:
-        _put_values(values, slot * values.width, x, whole, factor)
-    for i in range(whole * LANES, num):
-        _put(values, slot * values.width + i, float_at(x, i), factor)
+        _put(plane, first + i * stride, float_at(x, i), factor)
 
 
 # --- kernels over heads ---------------------------------------------------------------------------
@@ -448,59 +403,52 @@ def store_value(values, scaled, slot, x, num):
 @compiled
 def put_scaled(x, scale, out, num):
     """out[i] = x[i] * scale for `num` floats at addresses; a scale of 1 copies them."""
-    whole = num // LANES
-    if whole > 0:
-        _scaled_vectors(x, scale, out, whole)
-    for i in range(whole * LANES, num):
+    for i in range(num):
         set_float(out, i, float_at(x, i) * scale)
 
 
 @compiled
 def clear_heads(acc, lda, num_heads, width):
-    """acc[g, :width] = 0; acc: address, head stride lda; width: a multiple of 16."""
+    """acc[g, :width] = 0; acc: address, head stride lda."""
     for g in range(num_heads):
-        _clear_vectors(acc + g * lda * 4, width // LANES)
+        for i in range(width):
+            set_float(acc, g * lda + i, np.float32(0.0))
 
 
 @compiled
-def one_score(q, ldq, num_heads, keys, block, s, lds):
-    """Scores of all query heads of one KV head against one block of 16 keys.
+def few_scores(q, ldq, num_heads, keys, num_blocks, table, s, lds):
+    """Scores of all query heads of one KV head against 1 or SCORE_BLOCKS blocks of 16 keys.
 
-    q, s: addresses, head strides ldq and lds. keys: Plane.
+    q, s: addresses, head strides ldq and lds. keys: Plane. table: as _define_scores has it.
     """
     g = 0
     while g < num_heads:
         num = min(4, num_heads - g)
-        _scores(num, q + g * ldq * 4, ldq, keys, block, s + g * lds * 4, lds)
+        _scores(num, num_blocks, q + g * ldq * 4, ldq, keys, table, s + g * lds * 4, lds)
         g += num
 
 
 @compiled
 def block_scores(q, ldq, num_heads, keys, table, num_blocks, s, lds):
-    """As one_score, for blocks one after the other: their int32 numbers are at address table."""
+    """As few_scores, for blocks one after the other: their int32 numbers are at address table."""
     while WIDE_HEADS > 0 and num_heads >= WIDE_HEADS:
         b = 0
         while num_blocks - b >= _WIDE_VECTORS:
-            _wide_scores(WIDE_HEADS, q, ldq, keys, table + b * 4, s + b * LANES * 4, lds)
+            to = s + b * LANES * 4
+            _scores(WIDE_HEADS, _WIDE_VECTORS, q, ldq, keys, table + b * 4, to, lds)
             b += _WIDE_VECTORS
         while num_blocks > b:
             block = int32_at(table, b)
-            one_score(q, ldq, WIDE_HEADS, keys, block, s + b * LANES * 4, lds)
+            few_scores(q, ldq, WIDE_HEADS, keys, 1, block, s + b * LANES * 4, lds)
             b += 1
         q, s = q + WIDE_HEADS * ldq * 4, s + WIDE_HEADS * lds * 4
         num_heads -= WIDE_HEADS
     b = num_blocks if num_heads == 0 else 0
-    if SCORE_BLOCKS > 1:
-        while num_blocks - b >= SCORE_BLOCKS:
-            g = 0
-            while g < num_heads:
-                num = min(4, num_heads - g)
-                to = s + (g * lds + b * LANES) * 4
-                _many_scores(num, q + g * ldq * 4, ldq, keys, table + b * 4, to, lds)
-                g += num
-            b += SCORE_BLOCKS
+    while SCORE_BLOCKS > 1 and num_blocks - b >= SCORE_BLOCKS:
+        few_scores(q, ldq, num_heads, keys, SCORE_BLOCKS, table + b * 4, s + b * LANES * 4, lds)
+        b += SCORE_BLOCKS
     while num_blocks > b:
-        one_score(q, ldq, num_heads, keys, int32_at(table, b), s + b * LANES * 4, lds)
+        few_scores(q, ldq, num_heads, keys, 1, int32_at(table, b), s + b * LANES * 4, lds)
         b += 1
 
 
@@ -519,7 +467,7 @@ def add_weighted(p, ldp, num_heads, values, slot, num, acc, lda):
         while g < num_heads:
             heads = min(4, num_heads - g)
             _weighted(
-                heads, vectors, p + g * ldp * 4, ldp, values, slot * width + c, num,
+                heads, vectors, p + g * ldp * 4, ldp, values, slot, c, num,
                 acc + (g * lda + c) * 4, lda,
             )  # fmt: skip
             g += heads
@@ -570,12 +518,11 @@ def _place_row(row, position, slot, layer, planes, shape):
         scale = layer.query_scales[position]
         for i in range(num_heads * d):
             set_float(row, i, float_at(row, i) * scale)
-    scaled = layer.kind == _INT8
     for h in range(num_kv_heads):
         key = row + (num_heads + h) * d * 4
         keys, values = _planes(planes, h)
-        store_key(keys, scaled, slot, key, d)
-        store_value(values, scaled, slot, key + num_kv_heads * d * 4, d)
+        _store(keys, slot, slot // LANES * d * LANES + slot % LANES, LANES, key, d)
+        _store(values, slot, slot * values.width, 1, key + num_kv_heads * d * 4, d)
 
 
 @borrowing
@@ -641,7 +588,8 @@ def _finish_scores(tile, i, room, shape):
         slot = int32_at(path, j)
         if slot // LANES != last:
             last = slot // LANES
-            one_score(at.queries + own * d * 4, d, group, tile.keys, last, block, at.acc_stride)
+            query = at.queries + own * d * 4
+            few_scores(query, d, group, tile.keys, 1, last, block, at.acc_stride)
         for g in range(group):
             score = float_at(block, g * at.acc_stride + slot % LANES)
             set_float(s, g * room + prefix_len + j - base, score)

@@ -13,36 +13,25 @@ states.py's. Items of work are (sequence, head).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from drafters.jit import compiled, entry_run_by
 from server.model.cpu.kernels.team import barrier, run, take
-from server.model.cpu.kernels.vectors import silu_gate
+from server.model.cpu.kernels.vectors import gate
 from server.model.cpu.records import (
     LANES,
     DeltaLayer,
     Float32x2,
     Float32x4,
     Float32x5,
-    Int64,
-    Int64x2,
     Rows,
+    StatePlan,
     Work,
 )  # fmt: skip
 
 
-class Plan(NamedTuple):
-    """Where a step's sequences begin: the arrays of model/states.StatePlan."""
-
-    seqs: Int64x2
-    order: Int64
-    depths: Int64
-
-
 @compiled
-def place_of(rows, row, seq, position):
+def _place_of(rows, row, seq, position):
     """(block, lane) of a position: of a row's own past, or with row -1 of its sequence's."""
     if row >= 0 and position >= rows.prefix_len[row]:
         slot = rows.path_slots[rows.path_start[row] + position - rows.prefix_len[row]]
@@ -51,22 +40,29 @@ def place_of(rows, row, seq, position):
 
 
 @compiled
-def _filtered(rows, row, seq, position, layer, first, out, ones):
-    """out = SiLU(sum over taps) of channels [first, first + out.shape[0]) at a position; a multiple
-    of 16 of them, by the kernel whose bits are the same in every lane."""
+def tap_sums(rows, row, seq, position, taps, inputs, first, out):
+    """out = the sums over taps of channels [first, first + out.shape[0]) of the inputs up to a
+    position, the oldest first; positions before 0 are zero."""
     n = out.shape[0]
-    num_taps = layer.taps.shape[0]
+    num_taps = taps.shape[0]
     for i in range(n):
         out[i] = np.float32(0.0)
     for j in range(num_taps):
         at = position - (num_taps - 1 - j)
         if at < 0:
             continue
-        block, lane = place_of(rows, row, seq, at)
-        kept = layer.inputs[block, lane]
+        block, lane = _place_of(rows, row, seq, at)
+        kept, weights = inputs[block, lane, first : first + n], taps[j, first : first + n]
         for i in range(n):
-            out[i] += layer.taps[j, first + i] * kept[first + i]
-    silu_gate(out.ctypes.data, ones.ctypes.data, out.ctypes.data, n // LANES)
+            out[i] += weights[i] * kept[i]
+
+
+@compiled
+def _filtered(rows, row, seq, position, layer, first, out, ones):
+    """out = SiLU(tap_sums), a multiple of 16 channels, by the kernel whose bits are the same in
+    every lane."""
+    tap_sums(rows, row, seq, position, layer.taps, layer.inputs, first, out)
+    gate(out.ctypes.data, ones.ctypes.data, out.ctypes.data, out.shape[0] // LANES, False)
 
 
 @compiled
@@ -84,7 +80,7 @@ def _unit(x, scale):
 def _advance(where, head, layer, old, new, buffers):
     """The state after a position, `new`, from the one before, `old`; they may be the same.
 
-    where: (rows, row, seq, position) of place_of."""
+    where: (rows, row, seq, position) of _place_of."""
     rows, row, seq, position = where
     k, v, memory = buffers[1, : layer.dk], buffers[2, : layer.dv], buffers[3, : layer.dv]
     heads = layer.rate.shape[0]
@@ -93,7 +89,7 @@ def _advance(where, head, layer, old, new, buffers):
     _filtered(rows, row, seq, position, layer, keys + key_head * layer.dk, k, buffers[4])
     _filtered(rows, row, seq, position, layer, 2 * keys + head * layer.dv, v, buffers[4])
     _unit(k, np.float32(1.0))
-    block, lane = place_of(rows, row, seq, position)
+    block, lane = _place_of(rows, row, seq, position)
     kept = layer.inputs[block, lane]
     channels = layer.taps.shape[1]
     beta = np.float32(1.0) / (np.float32(1.0) + np.exp(-kept[channels + head]))
@@ -180,8 +176,8 @@ def _sequence(line, head, step, states, which, stack, out, buffers):
 @entry_run_by(run)
 @compiled
 def delta_rule(
-    thread: int, rows: Rows, plan: Plan, layer: DeltaLayer, mixed: Float32x2, states: Float32x5,
-    which: int, stacks: Float32x4, out: Float32x2, work: Work,
+    thread: int, rows: Rows, plan: StatePlan, layer: DeltaLayer, mixed: Float32x2,
+    states: Float32x5, which: int, stacks: Float32x4, out: Float32x2, work: Work,
 ) -> None:  # fmt: skip
     """out[r] = the layer's reading of row r, all heads; inputs and states are kept.
 

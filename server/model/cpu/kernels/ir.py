@@ -136,20 +136,15 @@ def load(b: Any, base: Any, index: Any) -> Any:
     return value
 
 
-def _narrow(b: Any, base: Any, index: Any) -> Any:
-    raw = b.load(b.bitcast(b.gep(base, [index]), ir.VectorType(I16, LANES).as_pointer()))
-    raw.align = 2
-    return raw
-
-
-def load_bf16(b: Any, base: Any, index: Any) -> Any:
-    """One vector of bfloat16 (stored as uint16), widened to float32: exact."""
-    return b.bitcast(b.shl(b.zext(_narrow(b, base, index), VECI), const(16, VECI)), VEC)
-
-
-def load_f16(b: Any, base: Any, index: Any) -> Any:
-    """One vector of float16 (stored as uint16), widened to float32: exact."""
-    return b.fpext(b.bitcast(_narrow(b, base, index), ir.VectorType(F16, LANES)), VEC)
+def widened(b: Any, name: str, address: Any) -> Any:
+    """16 numbers of a type at an address (int64) as float32: exact."""
+    if name == "float32":
+        return at(b, address, 0, VEC, 4)
+    kind, size = {"bfloat16": (I16, 2), "float16": (F16, 2), "int8": (I8, 1)}[name]
+    raw = at(b, address, 0, ir.VectorType(kind, LANES), size)
+    if name == "bfloat16":  # the upper half of a float32
+        return b.bitcast(b.shl(b.zext(raw, VECI), const(16, VECI)), VEC)
+    return b.fpext(raw, VEC) if name == "float16" else b.sitofp(b.sext(raw, VECI), VEC)
 
 
 def store(b: Any, value: Any, base: Any, index: Any) -> None:
@@ -196,20 +191,17 @@ def prefetch(b: Any, address: Any) -> None:
     call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, *read_l2_data])
 
 
-def function(b: Any, name: str, kinds: list[Any], result: Any, define: Callable[..., Any]) -> Any:
-    """A function of the module that is compiled once, however often it is called. define: (builder,
-    arguments) -> result, None of a void function."""
-    fn = b.module.globals.get(name)
+def function(module: Any, name: str, num: int, define: Callable[[Any, Any], None]) -> Any:
+    """A function of a module, void of `num` int64, that is compiled once, however often it is
+    called. define: emits what it does, by (builder, arguments)."""
+    fn = module.globals.get(name)
     if fn is None:
-        fn = ir.Function(b.module, ir.FunctionType(result, kinds), name)
+        fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * num), name)
         fn.linkage = "linkonce_odr"
         fn.attributes.add("noinline")
-        own = ir.IRBuilder(fn.append_basic_block("entry"))
-        value = define(own, fn.args)
-        if value is None:
-            own.ret_void()
-        else:
-            own.ret(value)
+        b = ir.IRBuilder(fn.append_basic_block("entry"))
+        define(b, fn.args)
+        b.ret_void()
     return fn
 
 
@@ -224,33 +216,6 @@ def choose(b: Any, number: Any, cases: Mapping[int, Callable[[], None]]) -> None
         emit()
         b.branch(end)
     b.position_at_end(end)
-
-
-def product(
-    b: Any,
-    tile: tuple[int, int],
-    inputs: tuple[Any, Any, Any],
-    weights: Callable[[Any], list[Any]],
-    out: tuple[Any, Any],
-) -> None:
-    """out[m, :] = sum over k in order of x[m, k] * weights(k), for the rows m of a tile.
-
-    tile: (rows, vectors of outputs). inputs: (x address, its row stride, K >= 1), out: (address,
-    row stride), strides in elements. weights: emits the vectors of input k's weights, once a k.
-    """
-    (num_rows, vectors), (x, ldx, k), (c, ldc) = tile, inputs, out
-    xf, cf = floats(b, x), floats(b, c)
-    rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
-    loop = Loop(b, k, [const(0.0)] * (num_rows * vectors))
-    w = weights(loop.index)
-    new = []
-    for m in range(num_rows):
-        xv = splat(b, b.load(b.gep(rows[m], [loop.index])))
-        new += [fma(b, xv, w[v], loop.carried[m * vectors + v]) for v in range(vectors)]
-    acc = loop.close(new)
-    for m in range(num_rows):
-        for v in range(vectors):
-            store(b, acc[m * vectors + v], cf, b.add(b.mul(ldc, i64(m)), i64(v * LANES)))
 
 
 def exp(b: Any, x: Any) -> Any:

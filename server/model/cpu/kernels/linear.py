@@ -13,8 +13,6 @@ many threads there are. `product` is `linear` on one matrix, for callers in Pyth
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from drafters.jit import borrowing, entry_run_by
@@ -25,15 +23,15 @@ from server.model.cpu.kernels.integer_linear import (
 )
 from server.model.cpu.kernels.team import barrier, begin_items, run, take, take_near
 from server.model.cpu.kernels.vectors import (
-    HALVES,
-    PanelTask,
+    HALF,
+    Product,
+    columns_product,
     gate_rows,
-    half_panel_product,
     panel_product,
     soft_cap,
 )  # fmt: skip
 from server.model.cpu.records import (
-    BFLOAT16,
+    FLOAT32,
     INTEGERS,
     LANES,
     MAX_ROWS,
@@ -44,27 +42,15 @@ from server.model.cpu.records import (
 )
 
 
-class _Task(NamedTuple):
-    """One product in addresses: x [num_rows, k], weights, out (row stride ldo)."""
-
-    x: int
-    num_rows: int
-    k: int
-    panels: int
-    num_panels: int
-    bf16: bool
-    out: int
-    ldo: int
-
-
 @borrowing
-def _product_share(task, work):
+def _product_share(x, num_rows, weights, layer, out, work):
     """One thread's share of out = x @ W: (panel, span of rows) items.
 
     Panels that are left over when each thread has had as many are split by columns.
     """
-    x, num_rows, k, panels, num_panels, bf16, out, ldo = task
-    item_bytes = 2 if bf16 else 4
+    x_at, k, to, ldo = x.ctypes.data, x.shape[1], out.ctypes.data, out.shape[1]
+    panels, num_panels = weights.parts[layer, 0, 0], weights.outputs // PANEL
+    item_bytes = 4 if weights.kind == FLOAT32 else 2
     size = k * PANEL * item_bytes
     span, num_spans = even_span(num_rows, MAX_ROWS)
     num_whole = num_panels
@@ -77,29 +63,32 @@ def _product_share(task, work):
         p = item // num_spans
         first = item % num_spans * span
         following = panels + then // num_spans * size if then >= 0 else 0
-        own = PanelTask(
-            x + first * k * 4, k, panels + p * size, k, out + (first * ldo + p * PANEL) * 4,
-            ldo, following, 0,
+        own = Product(
+            x_at + first * k * 4, k, panels + p * size, PANEL, k,
+            to + (first * ldo + p * PANEL) * 4, ldo, following, 0, weights.kind,
         )  # fmt: skip
-        panel_product(own, min(span, num_rows - first), bf16)
+        panel_product(own, min(span, num_rows - first))
         item = then
     part = take(work)
-    while part < (num_panels - num_whole) * HALVES:
-        column = (num_whole + part // HALVES) * PANEL + part % HALVES * (PANEL // HALVES)
+    halves = PANEL // (HALF * LANES)
+    while part < (num_panels - num_whole) * halves:
+        column = num_whole * PANEL + part * HALF * LANES
         p = column // PANEL
-        own = PanelTask(
-            x, k, panels + p * size + column % PANEL * item_bytes, k, out + column * 4, ldo, 0, 0
-        )
-        half_panel_product(own, num_rows, bf16)
+        own = Product(
+            x_at, k, panels + p * size + column % PANEL * item_bytes, PANEL, k, to + column * 4,
+            ldo, 0, 0, weights.kind,
+        )  # fmt: skip
+        columns_product(own, num_rows, HALF, 4)
         part = take(work)
 
 
 @borrowing
-def _gated_share(task, gelu, work):
+def _gated_share(x, num_rows, weights, layer, out, gelu, work):
     """One thread's share of out = act(x @ gate) * (x @ up); gate and up panels alternate."""
-    pairs = work.pairs[work.thread].ctypes.data
-    x, num_rows, k, panels, num_panels, bf16, out, ldo = task
-    size = k * PANEL * (2 if bf16 else 4)
+    pairs, kind = work.pairs[work.thread].ctypes.data, weights.kind
+    k, ldo = x.shape[1], out.shape[1]
+    panels, num_panels = weights.parts[layer, 0, 0], weights.outputs // PANEL
+    size = k * PANEL * (4 if kind == FLOAT32 else 2)
     span, num_spans = even_span(num_rows, MAX_ROWS)
     num_items = num_panels // 2 * num_spans
     item = take_near(work, num_items)
@@ -108,24 +97,16 @@ def _gated_share(task, gelu, work):
         p = item // num_spans
         first = item % num_spans * span
         num = min(span, num_rows - first)
-        rows = x + first * k * 4
+        rows = x.ctypes.data + first * k * 4
         at = panels + 2 * p * size
         following = panels + then // num_spans * 2 * size if then >= 0 else 0
-        gate = PanelTask(rows, k, at, k, pairs, 2 * PANEL, at + size, 0)
-        panel_product(gate, num, bf16)
-        up = PanelTask(rows, k, at + size, k, pairs + PANEL * 4, 2 * PANEL, following, 0)
-        panel_product(up, num, bf16)
-        gate_rows(pairs, PANEL, num, out + (first * ldo + p * PANEL) * 4, ldo, gelu)
+        gate = Product(rows, k, at, PANEL, k, pairs, 2 * PANEL, at + size, 0, kind)
+        panel_product(gate, num)
+        up = Product(rows, k, at + size, PANEL, k, pairs + PANEL * 4, 2 * PANEL, following, 0, kind)
+        panel_product(up, num)
+        target = out.ctypes.data + (first * ldo + p * PANEL) * 4
+        gate_rows(pairs, PANEL, num, target, ldo, gelu)
         item = then
-
-
-@borrowing
-def _task(x, num_rows, weights, layer, out):
-    """A product of floats in addresses, begun."""
-    return _Task(
-        x.ctypes.data, num_rows, x.shape[1], weights.parts[layer, 0, 0], weights.outputs // PANEL,
-        weights.kind == BFLOAT16, out.ctypes.data, out.shape[1],
-    )  # fmt: skip
 
 
 @borrowing
@@ -139,7 +120,7 @@ def linear(x, num_rows, weights, layer, out, work):
     else:
         begin_items(work)
         barrier(work)
-        _product_share(_task(x, num_rows, weights, layer, out), work)
+        _product_share(x, num_rows, weights, layer, out, work)
         barrier(work)
 
 
@@ -152,7 +133,7 @@ def gated_linear(x, num_rows, weights, layer, out, gelu, work):
     else:
         begin_items(work)
         barrier(work)
-        _gated_share(_task(x, num_rows, weights, layer, out), gelu, work)
+        _gated_share(x, num_rows, weights, layer, out, gelu, work)
         barrier(work)
 
 

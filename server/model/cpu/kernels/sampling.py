@@ -387,13 +387,15 @@ def _kth_largest(x, num, best, places):
 
 
 @compiled
-def _likeliest(x, ids, chances, tops):
-    """Fill ids and chances (a Likely's row) from float32 x [n], n a multiple of 16, pads -inf.
+def likeliest_of(is_finite, x, ids, chances, tops):
+    """ids int32, chances float32 [K] (a Likely's row) = the likeliest of logits float32 x [n], n a
+    multiple of 16, pads -inf; none of a row that is not finite. Makes no arrays, as a share of a
+    team must not.
 
     tops: float32 scratch, one for each 256 of x. Only chunks whose largest is among the K largest
     of all chunks can hold one of the K likeliest.
     """
-    n = x.shape[0]
+    n = x.shape[0] if is_finite else 0
     k = ids.shape[0]
     num_chunks = 0
     top = np.float32(-np.inf)
@@ -421,18 +423,6 @@ def _likeliest(x, ids, chances, tops):
         if j < filled:
             chances[j] = np.exp(chances[j] - top) / total
         else:
-            ids[j] = FAILED
-            chances[j] = 0.0
-
-
-@compiled
-def likeliest_of(is_finite, x, ids, chances, tops):
-    """ids int32, chances float32 [K] = the likeliest of logits x, none of a row that is not finite.
-    tops: float32 scratch, one for each 256 of x. Makes no arrays, as a share of a team must not."""
-    if is_finite:
-        _likeliest(x, ids, chances, tops)
-    else:
-        for j in range(ids.shape[0]):
             ids[j] = FAILED
             chances[j] = 0.0
 

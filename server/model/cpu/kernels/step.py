@@ -16,23 +16,12 @@ whether a key was written by a prompt row or by an accepted tree node:
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
 
 from drafters.jit import borrowing, compiled, entry, entry_run_by
 from server.model.cpu.kernels.attention import attend, place
 from server.model.cpu.kernels.blocks import block_row
-from server.model.cpu.kernels.delta import place_of
-from server.model.cpu.kernels.ir import (
-    Loop,
-    at,
-    choose,
-    put,
-    word,
-)  # fmt: skip
+from server.model.cpu.kernels.delta import tap_sums
 from server.model.cpu.kernels.linear import gated_linear, linear
 from server.model.cpu.kernels.lora import add_lora, gated_linear_lora
 from server.model.cpu.kernels.sampling import argmax, is_finite_row, likeliest_of
@@ -45,14 +34,13 @@ from server.model.cpu.kernels.vectors import (
     soft_cap,
 )  # fmt: skip
 from server.model.cpu.records import (
-    BFLOATS,
-    BLOCKS,
+    BFLOAT16,
     CONV_IN,
     CONV_OUT,
     DOWN,
     FAILED,
-    FLOATS,
-    KV_TYPES,
+    FLOAT32,
+    INTEGERS,
     LANES,
     OUT,
     QKV,
@@ -116,41 +104,6 @@ def residual(num_rows, x, y, bias, post, has_following, following, out, shape, w
 
 
 @compiled
-def _keep_rows(first, step, rows, projected, inputs):
-    """B * x of each row into its slot."""
-    n = inputs.shape[2]
-    for r in range(first, rows.num, step):
-        row = projected[r]
-        kept = inputs[rows.slots[r] // LANES, rows.slots[r] % LANES]
-        for i in range(n):
-            kept[i] = row[i] * row[2 * n + i]
-
-
-@compiled
-def _filter_rows(first, step, rows, projected, taps, inputs, out):
-    """out[r] = C * sum over taps, the oldest position first; positions before 0 are zero."""
-    n = inputs.shape[2]
-    num_taps = taps.shape[0]
-    for r in range(first, rows.num, step):
-        result = out[r]
-        for i in range(n):
-            result[i] = np.float32(0.0)
-        last = np.int64(rows.prefix_len[r] + rows.path_len[r] - 1)
-        for j in range(num_taps):
-            position = last - (num_taps - 1 - j)
-            if position < 0:
-                continue
-            block, lane = place_of(rows, r, np.int64(rows.seq_ids[r]), position)
-            kept = inputs[block, lane]
-            weight = taps[j]
-            for i in range(n):
-                result[i] += weight[i] * kept[i]
-        gate = projected[r]
-        for i in range(n):
-            result[i] *= gate[n + i]
-
-
-@compiled
 def convolve(rows, projected, taps, inputs, out, work):
     """out[r] = C * (taps * (B * x)) for the rows of a step; the layer's inputs are kept.
 
@@ -164,9 +117,18 @@ def convolve(rows, projected, taps, inputs, out, work):
     projected: float32 [R, at least 3 H]: B, C, x. taps: float32 [taps, H], the oldest first.
     inputs: float32 [blocks, 16, H]. out: float32 [R, H].
     """
-    _keep_rows(work.thread, work.threads, rows, projected, inputs)
+    n = inputs.shape[2]
+    for r in range(work.thread, rows.num, work.threads):
+        row, kept = projected[r], inputs[rows.slots[r] // LANES, rows.slots[r] % LANES]
+        for i in range(n):
+            kept[i] = row[i] * row[2 * n + i]
     barrier(work)
-    _filter_rows(work.thread, work.threads, rows, projected, taps, inputs, out)
+    for r in range(work.thread, rows.num, work.threads):
+        row, result = projected[r], out[r, :n]
+        last = np.int64(rows.prefix_len[r] + rows.path_len[r] - 1)
+        tap_sums(rows, r, np.int64(rows.seq_ids[r]), last, taps, inputs, 0, result)
+        for i in range(n):
+            result[i] *= row[n + i]
 
 
 @borrowing
@@ -285,12 +247,12 @@ def embed_rows(
         if token >= table.num_rows:
             token = 0
         row = table.address + token * table.row_bytes
-        if table.kind == FLOATS:
+        if table.kind == FLOAT32:
             for j in range(x.shape[1]):
                 x[r, j] = float_at(row, j) * table.scale
-        elif table.kind == BLOCKS:
+        elif table.kind == INTEGERS:
             block_row(row, table.form, table.scale, x[r])
-        elif table.kind == BFLOATS:
+        elif table.kind == BFLOAT16:
             for j in range(x.shape[1]):
                 x[r, j] = bfloat_at(row, j) * table.scale
         else:
@@ -353,51 +315,3 @@ def step(
         _head_share(scratch.hidden, head, wanted, own)
         if thread == 0:
             wanted.clock[1] = now()
-
-
-@word(None, int, int, int, int, int, int)
-def _copy_numbers(
-    b: Any, source: Any, target: Any, num: Any, step: Any, to_step: Any, kind: Any
-) -> None:
-    """num numbers of a type of KV_TYPES from address to address, step and to_step bytes apart."""
-
-    def emit(bits: int) -> None:
-        loop = Loop(b, num, [])
-        number = at(b, b.add(source, b.mul(loop.index, step)), 0, ir.IntType(bits), 1)
-        put(b, number, b.add(target, b.mul(loop.index, to_step)), 0, 1)
-        loop.close([])
-
-    choose(b, kind, {of: partial(emit, 32 >> of) for of in range(len(KV_TYPES))})
-
-
-@compiled
-def _move_plane(src, dst, plane, slot_bytes, num, step, kind, buffer):
-    """Slots src[i] to dst[i] of a plane, uint8 [blocks, x, y], each `num` numbers, `step` bytes
-    apart, slot_bytes from slot to slot: gathered first, so that overlaps are safe."""
-    size, block_bytes = num * (4 >> kind), plane.strides[0]
-    for i in range(src.shape[0]):
-        slot = plane.ctypes.data + src[i] // LANES * block_bytes + src[i] % LANES * slot_bytes
-        _copy_numbers(slot, buffer.ctypes.data + i * size, num, step, 4 >> kind, kind)
-    for i in range(src.shape[0]):
-        slot = plane.ctypes.data + dst[i] // LANES * block_bytes + dst[i] % LANES * slot_bytes
-        _copy_numbers(buffer.ctypes.data + i * size, slot, num, 4 >> kind, step, kind)
-
-
-@entry
-@compiled
-def move_slots(src: Int32, dst: Int32, cache: Cache) -> None:
-    """KV of slots src[i] to dst[i], all layers."""
-    size, dim, width = 4 >> cache.kind, cache.keys.shape[3], cache.values.shape[4]
-    widest = max(width // size, dim, cache.inputs.shape[3])
-    buffer = np.empty(src.shape[0] * 4 * widest, np.uint8)
-    for layer in range(cache.keys.shape[0]):
-        for h in range(cache.keys.shape[1]):
-            keys, values = cache.keys[layer, h], cache.values[layer, h]
-            _move_plane(src, dst, keys, size, dim, LANES * size, cache.kind, buffer)
-            _move_plane(src, dst, values, width, width // size, size, cache.kind, buffer)
-            if cache.key_scales.shape[4] > 0:
-                _move_plane(src, dst, cache.key_scales[layer, h], 4, 1, 4, 0, buffer)
-                _move_plane(src, dst, cache.value_scales[layer, h], 4, 1, 4, 0, buffer)
-    for layer in range(cache.inputs.shape[0]):
-        num = cache.inputs.shape[3]
-        _move_plane(src, dst, cache.inputs[layer], 4 * num, num, 4, 0, buffer)

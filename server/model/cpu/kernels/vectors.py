@@ -45,78 +45,92 @@ from server.model.cpu.kernels.ir import (
     i64,
     lane_sum,
     load,
-    load_bf16,
     prefetch,
     splat,
     store,
+    widened,
     word,
 )  # fmt: skip
 from server.model.cpu.kernels.ir import exp as exp_vector
-from server.model.cpu.kernels.ir import product as emit_product
-from server.model.cpu.records import LANES, MAX_ROWS, PANEL, VECTORS_PER_PANEL
+from server.model.cpu.records import (
+    ADAPTER_WIDE,
+    FLOAT32,
+    FLOAT_TYPES,
+    LANES,
+    MAX_ROWS,
+    PANEL,
+    VECTORS_PER_PANEL,
+)
 
 # --- kernels as intrinsics: addresses are intp, sizes are elements --------------------------------
 
 
-class PanelTask(NamedTuple):
-    """c[m, :] = x[m, :] @ panel for some rows: addresses, and strides of rows in elements.
+class Product(NamedTuple):
+    """c[m, :] = x[m, :] @ w for some rows: addresses, and strides of rows in elements. form: of w,
+    its place in FLOAT_TYPES.
 
     fetched, step: `step` bytes on from address `fetched` for every k, one line is asked of memory.
     """
 
     x: int
     ldx: int
-    panel: int
+    w: int
+    ldw: int
     k: int
     c: int
     ldc: int
     fetched: int
     step: int
+    form: int
 
 
-def _multiply(b: Any, num_rows: int, bf16: bool, vectors: int, task: Any) -> None:
-    """c[m, 0:width] = sum_k x[m, k] * panel[k, 0:width], m < num_rows, width = 16 * vectors, of a
-    PanelTask: a function of the module."""
-
-    def define(b: Any, args: Any) -> None:
-        x, ldx, panel, k, c, ldc, fetched, step = args
-        pf = b.inttoptr(panel, (I16 if bf16 else F32).as_pointer())
-        read = load_bf16 if bf16 else load
-
-        def weights(index: Any) -> list[Any]:
-            if vectors == VECTORS_PER_PANEL:
-                prefetch(b, b.add(fetched, b.mul(index, step)))
-            base = b.mul(index, i64(PANEL))
-            return [read(b, pf, b.add(base, i64(v * LANES))) for v in range(vectors)]
-
-        emit_product(b, (num_rows, vectors), (x, ldx, k), weights, (c, ldc))
-
-    name = f"tailor_product_{num_rows}_{vectors}_{'bf16' if bf16 else 'f32'}"
-    fn = function(b, name, [I64] * 8, ir.VoidType(), define)
-    b.call(fn, [b.extract_value(task, i) for i in range(8)])
-
-
-def _make_pass(rows: tuple[int, ...], vectors: int) -> Any:
-    """A word: so many rows, one of `rows`, against 16 * vectors columns of a PanelTask's panel."""
-
-    @word(None, int, PanelTask, bool)
-    def multiply(b: Any, num: Any, task: Any, bf16: Any) -> None:
-        cases = {
-            2 * num_rows + narrow: partial(_multiply, b, num_rows, bool(narrow), vectors, task)
-            for num_rows in rows
-            for narrow in range(2)
-        }
-        choose(b, b.add(b.mul(num, i64(2)), b.zext(bf16, I64)), cases)
-
-    return multiply
+def _define_product(num_rows: int, vectors: int, form: int, b: Any, args: Any) -> None:
+    """c[m, 0:width] = sum_k x[m, k] * w[k, 0:width], m < num_rows, width = 16 * vectors."""
+    x, ldx, w, ldw, k, c, ldc, fetched, step = args
+    size = 4 if form == FLOAT32 else 2
+    xf, cf = floats(b, x), floats(b, c)
+    rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
+    loop = Loop(b, k, [const(0.0)] * (num_rows * vectors))
+    if vectors == VECTORS_PER_PANEL:
+        prefetch(b, b.add(fetched, b.mul(loop.index, step)))
+    base = b.add(w, b.mul(b.mul(loop.index, ldw), i64(size)))
+    weights = [
+        widened(b, FLOAT_TYPES[form], b.add(base, i64(v * LANES * size))) for v in range(vectors)
+    ]
+    new = []
+    for m in range(num_rows):
+        xv = splat(b, b.load(b.gep(rows[m], [loop.index])))
+        new += [fma(b, xv, weights[v], loop.carried[m * vectors + v]) for v in range(vectors)]
+    acc = loop.close(new)
+    for m in range(num_rows):
+        for v in range(vectors):
+            store(b, acc[m * vectors + v], cf, b.add(b.mul(ldc, i64(m)), i64(v * LANES)))
 
 
-_HALF = max(1, VECTORS_PER_PANEL // 2)
-_pass = _make_pass((1, 2, 4, MAX_ROWS), VECTORS_PER_PANEL)
-_half_pass = _make_pass((1, 2, 4), _HALF)
+HALF = max(1, VECTORS_PER_PANEL // 2)
+"""Vectors of the parts that a panel can be split into by columns when panels do not share out
+evenly."""
 
-HALVES = VECTORS_PER_PANEL // _HALF
-"""Parts that a panel can be split into by columns when panels do not share out evenly."""
+
+@word(None, int, int, Product)
+def _pass(b: Any, num: Any, vectors: Any, task: Any) -> None:
+    """So many rows of a Product against 16 * vectors columns."""
+    *given, form = (b.extract_value(task, i) for i in range(10))
+
+    def emit(num_rows: int, width: int, of: int) -> None:
+        name = f"tailor_product_{num_rows}_{width}_{of}"
+        define = partial(_define_product, num_rows, width, of)
+        b.call(function(b.module, name, len(given), define), given)
+
+    cases = {
+        (8 * num_rows + width) * 4 + of: partial(emit, num_rows, width, of)
+        for width in {1, HALF, VECTORS_PER_PANEL, ADAPTER_WIDE}
+        for num_rows in (1, 2, 4, *([MAX_ROWS] if width == VECTORS_PER_PANEL else []))
+        for of in range(len(FLOAT_TYPES))
+    }
+    case = b.add(b.mul(num, i64(8)), vectors)
+    choose(b, b.add(b.mul(case, i64(4)), form), cases)
+
 
 _LINE = 64
 _MOST_FETCHED = 512 << 10
@@ -201,19 +215,19 @@ def sum_of_squares(b: Any, x: Any, num: Any) -> Any:
     return lane_sum(b, total)
 
 
-def _make_gate(gelu: bool) -> Any:
+@word(None, int, int, int, int, bool)
+def gate(b: Any, g: Any, u: Any, out: Any, num: Any, gelu: Any) -> None:
     """out[i] = act(g[i]) * u[i] for 16 * num floats; act = SiLU, or GELU's tanh form.
 
     Both are g / (1 + exp(-z)): z = g for SiLU, z = 2 * sqrt(2/pi) * (g + 0.044715 g^3) for GELU.
     """
+    gf, uf, of = floats(b, g), floats(b, u), floats(b, out)
 
-    @word(None, int, int, int, int)
-    def gate(b: Any, g: Any, u: Any, out: Any, num: Any) -> Any:
-        gf, uf, of = floats(b, g), floats(b, u), floats(b, out)
+    def emit(is_gelu: bool) -> None:
         loop = Loop(b, num, [])
         at = b.mul(loop.index, i64(LANES))
         x = load(b, gf, at)
-        if gelu:
+        if is_gelu:
             cubic = b.fmul(b.fmul(x, x), b.fmul(x, const(0.044715)))
             z = b.fmul(b.fadd(x, cubic), const(-1.5957691216057308))
         else:
@@ -222,11 +236,7 @@ def _make_gate(gelu: bool) -> Any:
         store(b, b.fmul(act, load(b, uf, at)), of, at)
         loop.close([])
 
-    return gate
-
-
-silu_gate = _make_gate(gelu=False)
-gelu_gate = _make_gate(gelu=True)
+    choose(b, b.zext(gelu, I64), {case: partial(emit, bool(case)) for case in range(2)})
 
 
 @word(None, int, np.float32, int, int, int)
@@ -310,44 +320,45 @@ def _rows_of_pass(left, most):
 @compiled
 def _rows_from(task, m, fetched, step):
     """The task of the rows from m on."""
-    return PanelTask(
-        task.x + m * task.ldx * 4, task.ldx, task.panel, task.k, task.c + m * task.ldc * 4,
-        task.ldc, fetched, step,
+    return Product(
+        task.x + m * task.ldx * 4, task.ldx, task.w, task.ldw, task.k, task.c + m * task.ldc * 4,
+        task.ldc, fetched, step, task.form,
     )  # fmt: skip
 
 
 @compiled
-def panel_product(task, num_rows, bf16):
+def panel_product(task, num_rows):
     """All rows against one panel, 6, 4, 2 and 1 rows at a time: the same bits each way.
 
     task.fetched: the panel that is multiplied next, 0: none. While the first rows are multiplied
     this panel may still come from memory; while others are, memory fetches lines of the next, one
     a k, so that loads of this panel need not wait.
     """
-    k, following = task.k, task.fetched
-    lines = PANEL * (2 if bf16 else 4) // _LINE  # of one k
+    k, following, wide = task.k, task.fetched, task.form == FLOAT32
+    lines = PANEL * (4 if wide else 2) // _LINE  # of one k
     # Two passes of float32 multiply for less time than memory needs for their own panel.
-    if num_rows <= (1 if bf16 else 2) * MAX_ROWS or lines * _LINE * k > _MOST_FETCHED:
+    if num_rows <= (2 if wide else 1) * MAX_ROWS or lines * _LINE * k > _MOST_FETCHED:
         following = 0
     first = 0 if num_rows <= 2 * MAX_ROWS else 1
     m = number = 0
     while m < num_rows:
         num = _rows_of_pass(num_rows - m, MAX_ROWS)
-        fetched, step = task.panel, 0
+        fetched, step = task.w, 0
         if following != 0 and first <= number < first + lines:
             fetched, step = following + (number - first) * _LINE * k, _LINE
-        _pass(num, _rows_from(task, m, fetched, step), bf16)
+        _pass(num, VECTORS_PER_PANEL, _rows_from(task, m, fetched, step))
         m += num
         number += 1
 
 
 @compiled
-def half_panel_product(task, num_rows, bf16):
-    """All rows against 1 / HALVES of a panel's columns, panel and c at the first of them."""
+def columns_product(task, num_rows, vectors, most):
+    """All rows against 16 * vectors columns, `most` rows (4 or 2) and fewer at a time: the same
+    bits each way."""
     m = 0
     while m < num_rows:
-        num = _rows_of_pass(num_rows - m, 4)
-        _half_pass(num, _rows_from(task, m, task.panel, 0), bf16)
+        num = _rows_of_pass(num_rows - m, most)
+        _pass(num, vectors, _rows_from(task, m, task.w, 0))
         m += num
 
 
@@ -357,10 +368,7 @@ def gate_rows(pairs, width, num, out, ldo, gelu):
     in a row of `pairs`. pairs, out: addresses; ldo: out's row stride in elements."""
     for m in range(num):
         left, target = pairs + m * 2 * width * 4, out + m * ldo * 4
-        if gelu:
-            gelu_gate(left, left + width * 4, target, width // LANES)
-        else:
-            silu_gate(left, left + width * 4, target, width // LANES)
+        gate(left, left + width * 4, target, width // LANES, gelu)
 
 
 @compiled

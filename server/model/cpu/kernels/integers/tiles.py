@@ -40,7 +40,20 @@ from server.model.cpu.kernels.integers.vectors import (
     share_of,
     store,
 )  # fmt: skip
-from server.model.cpu.kernels.ir import I8, I64, Loop, at, call, const, fma, i32, i64, put, splat
+from server.model.cpu.kernels.ir import (
+    I8,
+    I64,
+    Loop,
+    at,
+    call,
+    const,
+    fma,
+    function,
+    i32,
+    i64,
+    put,
+    splat,
+)  # fmt: skip
 from server.model.cpu.records import JOB_ITEMS, TILES
 
 _ROWS = 16  # of a tile at most; a row has 64 bytes
@@ -92,17 +105,10 @@ class _TileKernel:
 
     def __init__(self, form: Form, row_tiles: int) -> None:
         self.form, self.row_tiles = form, row_tiles
-        self.name = f"tailor_integers_{form.name}_tiles_{row_tiles}"
 
-    def define(self, module: Any) -> Any:
-        """The function in a module."""
-        fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 13), self.name)
-        fn.linkage = "internal"
-        fn.attributes.add("noinline")
-        b = ir.IRBuilder(fn.append_basic_block("entry"))
-        (self._channel if self.form.per_output else self._blocks)(b, fn.args)
-        b.ret_void()
-        return fn
+    def emit(self, b: Any, args: Any) -> None:
+        """What the function does."""
+        (self._channel if self.form.per_output else self._blocks)(b, args)
 
     def _zero(self, b: Any) -> None:
         for number in range(self.row_tiles * _VECTORS):
@@ -284,16 +290,12 @@ def define_tiled_rows(module: Any, form: Form) -> Any:
     Arguments: those of define_rows, and the rows from which on tiles multiply. Of `int8` a tile
     takes two blocks, so that an odd number of them is for vectors.
     """
-    name = f"tailor_integers_{form.name}_any"
-    fn = module.globals.get(name)
-    if fn is not None:
-        return fn
-    vectors = define_rows(module, form)
-    fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
-    fn.linkage = "internal"
-    fn.attributes.add("noinline")
-    num_rows, count, least = fn.args[4], fn.args[6], fn.args[10]
-    b = ir.IRBuilder(fn.append_basic_block("entry"))
+    define = partial(_tiles_or_vectors, form, define_rows(module, form))
+    return function(module, f"tailor_integers_{form.name}_any", 11, define)
+
+
+def _tiles_or_vectors(form: Form, vectors: Any, b: Any, args: Any) -> None:
+    num_rows, count, least = args[4], args[6], args[10]
     many = b.icmp_signed(">=", num_rows, least)
     if form.per_output:
         even = b.icmp_signed("==", b.and_(count, i64(1)), i64(0))
@@ -302,17 +304,18 @@ def define_tiled_rows(module: Any, form: Form) -> Any:
     memory.align = 64
     with b.if_else(many) as (tiles, rest):
         with tiles:
-            _all_tiles(b, form, fn.args[:10], b.ptrtoint(memory, I64))
+            _all_tiles(b, form, args[:10], b.ptrtoint(memory, I64))
         with rest:
-            b.call(vectors, fn.args[:10])
-    b.ret_void()
-    return fn
+            b.call(vectors, args[:10])
 
 
 def _all_tiles(b: Any, form: Form, args: Any, room: Any) -> None:
     """All rows, as few at a time as make runs of up to 32 alike, in the tiles' own layout."""
     x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = args
-    one, two = (_TileKernel(form, n).define(b.module) for n in (1, 2))
+    one, two = (
+        function(b.module, f"tailor_integers_{form.name}_tiles_{n}", 13, _TileKernel(form, n).emit)
+        for n in (1, 2)
+    )
     runs = b.lshr(b.add(num_rows, i64(2 * _ROWS - 1)), i64(5))
     rows = b.udiv(b.add(num_rows, b.sub(runs, i64(1))), runs)
     is_pair = b.icmp_signed(">", rows, i64(_ROWS))

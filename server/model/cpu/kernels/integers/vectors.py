@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -43,6 +44,7 @@ from server.model.cpu.kernels.ir import (
     call,
     const,
     fma,
+    function,
     i32,
     i64,
     keep_order,
@@ -311,7 +313,6 @@ class _Kernel:
 
     def __init__(self, form: Form, num_rows: int, vectors: int) -> None:
         self.form, self.num_rows, self.vectors = form, num_rows, vectors
-        self.name = f"tailor_integers_{form.name}_{num_rows}_{vectors}"
         # In which order a group's products are made, and what is loaded for them together.
         parts, rows, columns = range(_num_parts(form)), range(num_rows), range(vectors)
         self.turns = [list(itertools.product([part], rows, columns)) for part in parts]
@@ -320,24 +321,16 @@ class _Kernel:
         self.pinned = KERNEL == "avx2" and not form.per_output
         self.run = 32767 // (2 * 127 * (2**form.bits - 1))  # groups whose sums int16 holds
 
-    def define(self, module: Any) -> Any:
-        """The function in a module, made when it is not there."""
-        fn = module.globals.get(self.name)
-        if fn is None:
-            fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), self.name)
-            fn.linkage = "internal"
-            fn.attributes.add("noinline")
-            # Vectors that cross lines of memory took half of the time.
-            fn.attributes.alignstack = 4 * LANES
-            b = ir.IRBuilder(fn.append_basic_block("entry"))
-            self.room = None
-            if _is_widened(self.form):
-                memory = b.alloca(ir.ArrayType(I8, 2 * BLOCK * self.num_rows))
-                memory.align = 64
-                self.room = b.ptrtoint(memory, I64)
-            (self._channel if self.form.per_output else self._blocks)(b, fn.args)
-            b.ret_void()
-        return fn
+    def emit(self, b: Any, args: Any) -> None:
+        """What the function does."""
+        # Vectors that cross lines of memory took half of the time.
+        b.function.attributes.alignstack = 4 * LANES
+        self.room = None
+        if _is_widened(self.form):
+            memory = b.alloca(ir.ArrayType(I8, 2 * BLOCK * self.num_rows))
+            memory.align = 64
+            self.room = b.ptrtoint(memory, I64)
+        (self._channel if self.form.per_output else self._blocks)(b, args)
 
     def _sums(
         self, b: Any, words: Any, inputs: list[Any], totals: list[Any], steps: range
@@ -511,15 +504,11 @@ def _is_twice(b: Any, left: Any, num_rows: Any, rows: int, less: int) -> Any:
 
 def define_rows(module: Any, form: Form) -> Any:
     """A function of the module: all rows against one panel, the largest kernels first."""
-    name = f"tailor_integers_{form.name}"
-    fn = module.globals.get(name)
-    if fn is not None:
-        return fn
-    fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), name)
-    fn.linkage = "internal"
-    fn.attributes.add("noinline")
-    x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = fn.args
-    b = ir.IRBuilder(fn.append_basic_block("entry"))
+    return function(module, f"tailor_integers_{form.name}", 10, partial(_rows, form))
+
+
+def _rows(form: Form, b: Any, args: Any) -> None:
+    x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = args
     sizes = _sizes(form)
     smaller = [*(rows for rows, _ in sizes[1:]), 0]
     tiles: Any = i64(0)
@@ -532,7 +521,8 @@ def define_rows(module: Any, form: Form) -> Any:
         left = b.select(twice, i64(0), rest)
     done, tile = i64(0), i64(0)
     for (rows, vectors), less in zip(sizes, smaller, strict=True):
-        kernel = _Kernel(form, rows, vectors).define(module)
+        name = f"tailor_integers_{form.name}_{rows}_{vectors}"
+        kernel = function(b.module, name, 11, _Kernel(form, rows, vectors).emit)
         whole = _num_whole(b, b.sub(num_rows, done), rows, less)
         end, before = b.add(done, b.mul(whole, i64(rows))), b.block
         test, body, after = (b.append_basic_block(n) for n in ("test", "rows", "after"))
@@ -557,5 +547,3 @@ def define_rows(module: Any, form: Form) -> Any:
         b.branch(test)
         b.position_at_end(after)
         done, tile = m, number
-    b.ret_void()
-    return fn
