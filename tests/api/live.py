@@ -102,9 +102,10 @@ class LiveServer:
         tasks = {**(tasks or {})}
         # The default task drafts with what the tests' engines have.
         tasks.setdefault(DEFAULT_TASK, PLAIN_TASK)
+        self.models = models or {s.model: served(s.model, max_model_len) for s in self.specs}
         self._app: dict[str, Any] = {
             "tasks": tasks,
-            "models": models or {s.model: served(s.model, max_model_len) for s in self.specs},
+            "models": self.models,
             "drafters": drafters,
             "task_admin": task_admin,
             "traces": traces,
