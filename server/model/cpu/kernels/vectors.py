@@ -84,9 +84,13 @@ class Product(NamedTuple):
     form: int
 
 
-def _define_product(num_rows: int, vectors: int, form: int, b: Any, args: Any) -> None:
-    """c[m, 0:width] = sum_k x[m, k] * w[k, 0:width], m < num_rows, width = 16 * vectors."""
+def _define_product(
+    num_rows: int, vectors: int, form: int, is_panel: int, b: Any, args: Any
+) -> None:
+    """c[m, 0:width] = sum_k x[m, k] * w[k, 0:width], m < num_rows, width = 16 * vectors. is_panel:
+    ldw is PANEL, which is then no number in a register."""
     x, ldx, w, ldw, k, c, ldc, fetched, step = args
+    ldw = i64(PANEL) if is_panel else ldw
     size = 4 if form == FLOAT32 else 2
     xf, cf = floats(b, x), floats(b, c)
     rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
@@ -117,19 +121,21 @@ def _pass(b: Any, num: Any, vectors: Any, task: Any) -> None:
     """So many rows of a Product against 16 * vectors columns."""
     *given, form = (b.extract_value(task, i) for i in range(10))
 
-    def emit(num_rows: int, width: int, of: int) -> None:
-        name = f"tailor_product_{num_rows}_{width}_{of}"
-        define = partial(_define_product, num_rows, width, of)
+    def emit(*size: int) -> None:
+        name = "_".join(["tailor_product", *map(str, size)])
+        define = partial(_define_product, *size)
         b.call(function(b.module, name, len(given), define), given)
 
     cases = {
-        (8 * num_rows + width) * 4 + of: partial(emit, num_rows, width, of)
+        ((8 * num_rows + width) * 4 + of) * 2 + panel: partial(emit, num_rows, width, of, panel)
         for width in {1, HALF, VECTORS_PER_PANEL, ADAPTER_WIDE}
         for num_rows in (1, 2, 4, *([MAX_ROWS] if width == VECTORS_PER_PANEL else []))
         for of in range(len(FLOAT_TYPES))
+        for panel in range(2)
     }
-    case = b.add(b.mul(num, i64(8)), vectors)
-    choose(b, b.add(b.mul(case, i64(4)), form), cases)
+    is_panel = b.zext(b.icmp_signed("==", given[3], i64(PANEL)), I64)
+    case = b.add(b.mul(b.add(b.mul(num, i64(8)), vectors), i64(4)), form)
+    choose(b, b.add(b.mul(case, i64(2)), is_panel), cases)
 
 
 _LINE = 64
