@@ -17,6 +17,7 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, Signature
 
 from drafters.ahead import numba_type
+from drafters.target import chosen
 from server.model.cpu.records import LANES
 
 F16 = ir.HalfType()
@@ -136,15 +137,29 @@ def load(b: Any, base: Any, index: Any) -> Any:
     return value
 
 
+def load_halves(b: Any, address: Any, offset: int, num: int) -> Any:
+    """num float16 at address (int64) + offset bytes as float32: exact, but for what is not finite
+    on a CPU without such a conversion."""
+    floats_, ints = ir.VectorType(F32, num), ir.VectorType(I32, num)
+    if {"f16c", "avx512f", "neon"} & chosen().features:
+        return b.fpext(at(b, address, offset, ir.VectorType(F16, num), 2), floats_)
+    bits = b.zext(at(b, address, offset, ir.VectorType(I16, num), 2), ints)
+    sign = b.shl(b.and_(bits, const(0x8000, ints)), const(16, ints))
+    rest = b.bitcast(b.shl(b.and_(bits, const(0x7FFF, ints)), const(13, ints)), floats_)
+    scaled = b.fmul(rest, const(2.0**112, floats_))
+    return b.bitcast(b.or_(b.bitcast(scaled, ints), sign), floats_)
+
+
 def widened(b: Any, name: str, address: Any) -> Any:
-    """16 numbers of a type at an address (int64) as float32: exact."""
+    """16 numbers of a type at an address (int64) as float32 (see load_halves)."""
     if name == "float32":
         return at(b, address, 0, VEC, 4)
-    kind, size = {"bfloat16": (I16, 2), "float16": (F16, 2), "int8": (I8, 1)}[name]
-    raw = at(b, address, 0, ir.VectorType(kind, LANES), size)
-    if name == "bfloat16":  # the upper half of a float32
-        return b.bitcast(b.shl(b.zext(raw, VECI), const(16, VECI)), VEC)
-    return b.fpext(raw, VEC) if name == "float16" else b.sitofp(b.sext(raw, VECI), VEC)
+    if name == "float16":
+        return load_halves(b, address, 0, LANES)
+    raw = at(b, address, 0, ir.VectorType(I8 if name == "int8" else I16, LANES), 1)
+    if name == "int8":
+        return b.sitofp(b.sext(raw, VECI), VEC)
+    return b.bitcast(b.shl(b.zext(raw, VECI), const(16, VECI)), VEC)  # the upper half of a float32
 
 
 def store(b: Any, value: Any, base: Any, index: Any) -> None:

@@ -30,10 +30,8 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from drafters.target import chosen
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form
 from server.model.cpu.kernels.ir import (
-    F16,
     F32,
     I8,
     I16,
@@ -48,6 +46,7 @@ from server.model.cpu.kernels.ir import (
     i32,
     i64,
     keep_order,
+    load_halves,
     prefetch,
     put,
     splat,
@@ -168,17 +167,6 @@ def _dot(b: Any, total: Any, w: Any, x: Any, form: Form) -> Any:
 # --- unpacking ------------------------------------------------------------------------------
 
 
-def load_halves(b: Any, address: Any, offset: int) -> Any:
-    """LANES float16, widened: exact."""
-    if {"f16c", "avx512f", "neon"} & chosen().features:
-        return b.fpext(at(b, address, offset, ir.VectorType(F16, LANES), 2), FLOATS)
-    bits = b.zext(at(b, address, offset, ir.VectorType(I16, LANES), 2), INTS)
-    sign = b.shl(b.and_(bits, ints(0x8000)), ints(16))
-    rest = b.bitcast(b.shl(b.and_(bits, ints(0x7FFF)), ints(13)), FLOATS)
-    scaled = b.fmul(rest, const(2.0**112, FLOATS))
-    return b.bitcast(b.or_(b.bitcast(scaled, INTS), sign), FLOATS)
-
-
 def load_small(b: Any, address: Any, offset: int, signed: bool) -> Any:
     """LANES 8-bit numbers as floats."""
     raw = at(b, address, offset, ir.VectorType(I8, LANES), 1)
@@ -283,7 +271,7 @@ def header(b: Any, form: Form, vectors: int, halves: Any) -> list[list[Any]]:
     if not form.two_level:
         return []
     return [
-        [load_halves(b, halves, 2 * PANEL * part + 2 * LANES * v) for v in range(vectors)]
+        [load_halves(b, halves, 2 * PANEL * part + 2 * LANES * v, LANES) for v in range(vectors)]
         for part in range(1 + form.has_min)
     ]
 
@@ -291,7 +279,7 @@ def header(b: Any, form: Form, vectors: int, halves: Any) -> list[list[Any]]:
 def scale(b: Any, form: Form, tail: Any, part: int, v: int, head: list[list[Any]]) -> Any:
     """Scales of a sub-block for one vector of outputs."""
     if not form.two_level:
-        return load_halves(b, tail, 2 * LANES * v)
+        return load_halves(b, tail, 2 * LANES * v, LANES)
     signed = not form.has_min
     return b.fmul(head[0][v], load_small(b, tail, PANEL * part + LANES * v, signed))
 
@@ -299,7 +287,7 @@ def scale(b: Any, form: Form, tail: Any, part: int, v: int, head: list[list[Any]
 def minimum(b: Any, form: Form, tail: Any, v: int, head: list[list[Any]]) -> Any:
     """What a stored 0 stands for, for one vector of outputs."""
     if not form.two_level:
-        return load_halves(b, tail, 2 * LANES * v)
+        return load_halves(b, tail, 2 * LANES * v, LANES)
     return b.fneg(b.fmul(head[1][v], load_small(b, tail, LANES * v, False)))
 
 
