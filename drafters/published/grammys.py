@@ -9,7 +9,6 @@ verifies as a batch of sequences are merged into one tree here; common beginning
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from drafters.array_file import ArrayFormat, Column
-from drafters.arrays import Float32, Int32
+from drafters.arrays import Float32, Int32, Int32x2
 from drafters.calibration import Calibration
 from drafters.catalog import GrammysOptions
+from drafters.jit import compiled, entry
 from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
-MOST_CONTINUATIONS = 64
 _FORMAT = ArrayFormat(
     "target bigram table",
     1,
@@ -67,19 +66,44 @@ class BigramTable:
         return cls(str(meta["fingerprint"]), arrays["next_ids"], arrays["chances"])
 
 
-def context_drafts(text: Int32, query: int, length: int) -> Counter[tuple[int, ...]]:
-    """How often each continuation of up to `length` tokens followed the last `query` tokens before;
-    of MOST_CONTINUATIONS at most, the newest first. The text is longer than that."""
-    size = text.shape[0]
-    equal = text[query - 1 : size - 1] == text[size - 1]
-    for i in range(2, query + 1):
-        equal &= text[query - i : size - i] == text[size - i]
-    found: Counter[tuple[int, ...]] = Counter()
-    for end in (query + np.flatnonzero(equal))[::-1].tolist():
-        draft = tuple(text[end : end + length].tolist())
-        if draft in found or len(found) < MOST_CONTINUATIONS:
-            found[draft] += 1
-    return found
+@entry
+@compiled
+def context_drafts(
+    text: Int32, size: int, query: int, length: int, drafts: Int32x2, counts: Int32
+) -> int:
+    """Distinct continuations of up to `length` tokens after the last `query` tokens, with counts.
+
+    drafts: int32 [max, length] out, -1 padded; counts: int32 [max] out. Newest occurrences are
+    seen first. Returns their number.
+    """
+    num = 0
+    for end in range(size - 1, query - 1, -1):
+        equal = True
+        for i in range(query):
+            if text[end - 1 - i] != text[size - 1 - i]:
+                equal = False
+                break
+        if not equal:
+            continue
+        long = min(length, size - end)
+        found = -1
+        for d in range(num):
+            same = True
+            for i in range(long):
+                if drafts[d, i] != text[end + i]:
+                    same = False
+                    break
+            if same:
+                found = d
+                break
+        if found >= 0:
+            counts[found] += 1
+        elif num < drafts.shape[0]:
+            for i in range(drafts.shape[1]):
+                drafts[num, i] = text[end + i] if i < long else -1
+            counts[num] = 1
+            num += 1
+    return num
 
 
 class GrammysDrafter:
@@ -133,10 +157,14 @@ class GrammysSession(TextSession):
         # (tokens, source, shares) of each draft, in the paper's order of preference.
         drafts: list[tuple[list[int], int, list[float]]] = []
         if drafter.strategy == "mixed" and self.size > drafter.query:
-            counts = context_drafts(self.text[: self.size], drafter.query, length)
-            for draft, count in counts.most_common(drafter.num_drafts):
-                share = count / counts.total()
-                drafts.append(([*draft], 1, [share] + [0.8] * (len(draft) - 1)))
+            found = np.empty((64, length), np.int32)
+            counts = np.zeros(64, np.int32)
+            num = context_drafts(self.text, self.size, drafter.query, length, found, counts)
+            total = max(1, int(counts[:num].sum()))
+            order = np.argsort(-counts[:num], kind="stable")[: drafter.num_drafts].tolist()
+            for d in order:
+                tokens = [t for t in found[d].tolist() if t >= 0]
+                drafts.append((tokens, 1, [int(counts[d]) / total] + [0.8] * (len(tokens) - 1)))
         table = drafter.table
         last = int(self.text[self.size - 1])
         if table is not None and last < table.next_ids.shape[0]:
