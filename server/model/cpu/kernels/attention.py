@@ -27,10 +27,8 @@ from llvmlite import ir
 from drafters.jit import borrowing, compiled, entry_run_by
 from server.model.cpu.kernels.integer_rows import factor_of
 from server.model.cpu.kernels.ir import (
-    F16,
     F32,
     I8,
-    I16,
     I32,
     I64,
     Loop,
@@ -42,10 +40,13 @@ from server.model.cpu.kernels.ir import (
     function,
     i32,
     i64,
+    like,
     load,
     put,
+    same,
     splat,
     store,
+    to_half,
     widened,
     word,
 )  # fmt: skip
@@ -280,25 +281,20 @@ _MOST_HALF = 65504.0
 def _stored(b: Any, kind: int, x: Any, factor: Any) -> Any:
     """A float32, or a vector of them, as a plane keeps it: itself; the bits of the nearest float16,
     at most 65504; or round_to_even(x * factor), 0 where factor is."""
-    wide = isinstance(x.type, ir.VectorType)
-
-    def of(scalar: Any) -> Any:
-        return ir.VectorType(scalar, LANES) if wide else scalar
-
-    def same(value: float) -> Any:
-        return ir.Constant(of(F32), [value] * LANES if wide else value)
-
+    number = x.type
+    wide = isinstance(number, ir.VectorType)
     if kind == _FLOAT32:
         return x
     if kind == _FLOAT16:
         for sign, most in (("<", -_MOST_HALF), (">", _MOST_HALF)):
-            x = b.select(b.fcmp_ordered(sign, x, same(most)), same(most), x)
-        return b.bitcast(b.fptrunc(x, of(F16)), of(I16))
+            x = b.select(b.fcmp_ordered(sign, x, same(most, number)), same(most, number), x)
+        return to_half(b, x)
     scaled = b.fmul(x, splat(b, factor) if wide else factor)
     unknown = b.fcmp_ordered("==", factor, ir.Constant(F32, 0.0))
-    scaled = b.select(unknown, same(0.0), scaled)
+    scaled = b.select(unknown, same(0.0, number), scaled)
     name = f"llvm.rint.v{LANES}f32" if wide else "llvm.rint.f32"
-    return b.trunc(b.fptosi(call(b, name, of(F32), [scaled]), of(I32)), of(I8))
+    rounded = call(b, name, number, [scaled])
+    return b.trunc(b.fptosi(rounded, like(number, I32)), like(number, I8))
 
 
 @word(None, Plane, int, np.float32, np.float32)

@@ -137,21 +137,62 @@ def load(b: Any, base: Any, index: Any) -> Any:
     return value
 
 
+HAS_HALVES = bool({"f16c", "avx512f", "neon"} & chosen().features)
+"""Whether the CPU turns float16 into float32 and back. Where it does not, LLVM would call what is
+nowhere."""
+
+
+def like(kind: Any, scalar: Any) -> Any:
+    """The scalar type, or a vector of it where `kind` is a vector."""
+    return ir.VectorType(scalar, kind.count) if isinstance(kind, ir.VectorType) else scalar
+
+
+def same(value: float, kind: Any) -> Any:
+    """A constant of a type, in all lanes where that is a vector."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def from_half(b: Any, bits: Any) -> Any:
+    """Float16, whose bits are int16, as float32: exact. One number or a vector, as in to_half."""
+    number, whole = like(bits.type, F32), like(bits.type, I32)
+    if HAS_HALVES:
+        return b.fpext(b.bitcast(bits, like(bits.type, F16)), number)
+    wide = b.zext(bits, whole)
+    sign = b.shl(b.and_(wide, same(0x8000, whole)), same(16, whole))
+    rest = b.bitcast(b.shl(b.and_(wide, same(0x7FFF, whole)), same(13, whole)), number)
+    value = b.bitcast(b.fmul(rest, same(2.0**112, number)), whole)
+    exponent = same(0x7C00, whole)
+    is_finite = b.icmp_signed("!=", b.and_(wide, exponent), exponent)
+    value = b.select(is_finite, value, b.or_(value, same(0x7F800000, whole)))
+    return b.bitcast(b.or_(value, sign), number)
+
+
+def to_half(b: Any, x: Any) -> Any:
+    """The bits, int16, of the nearest float16, of two the even one. x: float32, 65504 at most."""
+    number, whole = x.type, like(x.type, I32)
+    if HAS_HALVES:
+        return b.bitcast(b.fptrunc(x, like(number, F16)), like(number, I16))
+    bits = b.bitcast(x, whole)
+    sign = b.and_(bits, same(-(1 << 31), whole))
+    size = b.xor(bits, sign)
+    # A sum with 0.5 rounds a number below 2^-14 to the lowest bits, which are those wanted.
+    small = b.bitcast(b.fadd(b.bitcast(size, number), same(0.5, number)), whole)
+    small = b.sub(small, same(126 << 23, whole))
+    odd = b.and_(b.lshr(size, same(13, whole)), same(1, whole))
+    large = b.add(b.add(size, same(0xFFF - (112 << 23), whole)), odd)
+    is_small = b.icmp_signed("<", size, same(113 << 23, whole))
+    value = b.select(is_small, small, b.lshr(large, same(13, whole)))
+    value = b.select(b.fcmp_unordered("uno", x, x), same(0x7E00, whole), value)
+    return b.trunc(b.or_(value, b.lshr(sign, same(16, whole))), like(number, I16))
+
+
 def load_halves(b: Any, address: Any, offset: int, num: int) -> Any:
-    """num float16 at address (int64) + offset bytes as float32: exact, but for what is not finite
-    on a CPU without such a conversion."""
-    floats_, ints = ir.VectorType(F32, num), ir.VectorType(I32, num)
-    if {"f16c", "avx512f", "neon"} & chosen().features:
-        return b.fpext(at(b, address, offset, ir.VectorType(F16, num), 2), floats_)
-    bits = b.zext(at(b, address, offset, ir.VectorType(I16, num), 2), ints)
-    sign = b.shl(b.and_(bits, const(0x8000, ints)), const(16, ints))
-    rest = b.bitcast(b.shl(b.and_(bits, const(0x7FFF, ints)), const(13, ints)), floats_)
-    scaled = b.fmul(rest, const(2.0**112, floats_))
-    return b.bitcast(b.or_(b.bitcast(scaled, ints), sign), floats_)
+    """num float16 at address (int64) + offset bytes as float32."""
+    return from_half(b, at(b, address, offset, ir.VectorType(I16, num), 2))
 
 
 def widened(b: Any, name: str, address: Any) -> Any:
-    """16 numbers of a type at an address (int64) as float32 (see load_halves)."""
+    """16 numbers of a type at an address (int64) as float32: exact."""
     if name == "float32":
         return at(b, address, 0, VEC, 4)
     if name == "float16":

@@ -25,7 +25,6 @@ from llvmlite import ir
 
 from drafters.jit import compiled
 from server.model.cpu.kernels.ir import (
-    F16,
     F32,
     F64,
     I8,
@@ -40,6 +39,7 @@ from server.model.cpu.kernels.ir import (
     exp64,
     floats,
     fma,
+    from_half,
     function,
     i32,
     i64,
@@ -288,7 +288,7 @@ def _narrow_at(half: bool) -> Any:
     def at(b: Any, address: Any, index: Any) -> Any:
         bits = b.load(b.gep(b.inttoptr(address, I16.as_pointer()), [index]))
         if half:
-            return b.fpext(b.bitcast(bits, F16), F32)
+            return from_half(b, bits)
         return b.bitcast(b.shl(b.zext(bits, I32), i32(16)), F32)
 
     return at
