@@ -203,7 +203,7 @@ _CHANNEL_SIZES: _Sizes = ((4, 2), (2, 2), (1, 4))
 _BLOCK_SIZES: _Sizes = ((3, 2), (2, 2), (1, 4))
 if KERNEL == "avx2":
     _CHANNEL_SIZES = ((3, 4), (2, 4), (1, 4))
-    _BLOCK_SIZES = ((6, 2), (5, 2), (4, 2), (3, 2), (2, 4), (1, 4))
+    _BLOCK_SIZES = ((6, 2), (5, 2), (4, 2), (3, 4), (2, 4), (1, 4))
 if LANES == 16:
     _CHANNEL_SIZES = ((12, 2), (8, 2), (4, 2), (2, 2), (1, 2))
     _BLOCK_SIZES = ((6, 2), (4, 2), (2, 2), (1, 2))
@@ -214,7 +214,7 @@ if LANES == 4:
 
 def _sizes(form: Form) -> _Sizes:
     if KERNEL == "avx2" and form.bits == 4:
-        return _BLOCK_SIZES[1:]  # six rows' sums do not fit: a tenth slower than five with four
+        return _BLOCK_SIZES[1:]  # the sums of six rows do not fit the registers
     return _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
 
 
@@ -458,8 +458,8 @@ class _Kernel:
 
 
 def share_of(b: Any, tile: Any, tiles: Any, following: Any) -> Any:
-    """The quarters of the next panel that one of the tiles fetches, as bits: memory is then busy
-    for as long as the panel's rows are multiplied, and not only at first."""
+    """The quarters of the next panel that one of the tiles, or of a tile's passes over columns,
+    fetches, as bits: memory is then busy for as long as the panel's rows are multiplied."""
     before = b.block
     with b.if_then(b.icmp_signed("!=", following, i64(0))):
         ends = []
@@ -525,11 +525,13 @@ def _rows(form: Form, b: Any, args: Any) -> None:
         b.position_at_end(body)
         first = b.select(twice, b.sub(num_rows, i64(rows)), m)
         own = [b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
-        quarters = share_of(b, number, tiles, following)
-        for column in range(0, PANEL, LANES * vectors):
-            last = column + LANES * vectors == PANEL
-            arguments = [own[0], ldx, own[1], ldf, panel, i64(column), count, own[2], ldo]
-            b.call(kernel, [*arguments, following, quarters if last else i64(0)])
+        passes = PANEL // (LANES * vectors)
+        for i in range(passes):
+            nth = b.add(b.mul(number, i64(passes)), i64(i))
+            quarters = share_of(b, nth, b.mul(tiles, i64(passes)), following)
+            column = i64(LANES * vectors * i)
+            arguments = [own[0], ldx, own[1], ldf, panel, column, count, own[2], ldo]
+            b.call(kernel, [*arguments, following, quarters])
         m.add_incoming(b.add(first, i64(rows)), b.block)
         number.add_incoming(b.add(number, i64(1)), b.block)
         b.branch(test)
