@@ -37,12 +37,12 @@ def test_float16_is_as_exact_without_an_instruction_for_it(
     monkeypatch.setattr(words, "HAS_HALVES", False)
     module = ir.Module("halves")
 
-    def add(name: str, of: Any, convert: Any) -> None:
+    def add(name: str, of: Any, sizes: tuple[int, int], convert: Any) -> None:
         def emit(b: Any, args: Any) -> None:
             loop = words.Loop(b, args[2], [])
             source, target = (
-                b.add(args[i], b.mul(loop.index, words.i64(w * width)))
-                for i, w in ((0, 2 if of is words.I16 else 4), (1, 4 if of is words.I16 else 2))
+                b.add(place, b.mul(loop.index, words.i64(size * width)))
+                for place, size in zip(args, sizes, strict=False)
             )
             kind = of if width == 1 else ir.VectorType(of, width)
             words.put(b, convert(b, words.at(b, source, 0, kind, 1)), target, 0, 1)
@@ -50,8 +50,8 @@ def test_float16_is_as_exact_without_an_instruction_for_it(
 
         words.function(module, name, 3, emit).linkage = ""
 
-    add("widen", words.I16, words.from_half)
-    add("narrow", words.F32, words.to_half)
+    add("widen", words.I16, (2, 4), words.from_half)
+    add("narrow", words.F32, (4, 2), words.to_half)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine()

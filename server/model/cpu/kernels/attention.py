@@ -43,7 +43,6 @@ from server.model.cpu.kernels.ir import (
     like,
     load,
     put,
-    same,
     splat,
     store,
     to_half,
@@ -287,11 +286,11 @@ def _stored(b: Any, kind: int, x: Any, factor: Any) -> Any:
         return x
     if kind == _FLOAT16:
         for sign, most in (("<", -_MOST_HALF), (">", _MOST_HALF)):
-            x = b.select(b.fcmp_ordered(sign, x, same(most, number)), same(most, number), x)
+            x = b.select(b.fcmp_ordered(sign, x, const(most, number)), const(most, number), x)
         return to_half(b, x)
     scaled = b.fmul(x, splat(b, factor) if wide else factor)
     unknown = b.fcmp_ordered("==", factor, ir.Constant(F32, 0.0))
-    scaled = b.select(unknown, same(0.0, number), scaled)
+    scaled = b.select(unknown, const(0.0, number), scaled)
     name = f"llvm.rint.v{LANES}f32" if wide else "llvm.rint.f32"
     rounded = call(b, name, number, [scaled])
     return b.trunc(b.fptosi(rounded, like(number, I32)), like(number, I8))

@@ -74,9 +74,9 @@ def i64(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def const(value: float, vector: Any = VEC) -> Any:
-    """All lanes of a vector set to one number."""
-    return ir.Constant(vector, [value] * vector.count)
+def const(value: float, kind: Any = VEC) -> Any:
+    """A constant of a type, in all lanes where that is a vector."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
 def call(b: Any, name: str, result: Any, arguments: list[Any], *, var_arg: bool = False) -> Any:
@@ -147,23 +147,18 @@ def like(kind: Any, scalar: Any) -> Any:
     return ir.VectorType(scalar, kind.count) if isinstance(kind, ir.VectorType) else scalar
 
 
-def same(value: float, kind: Any) -> Any:
-    """A constant of a type, in all lanes where that is a vector."""
-    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
-
-
 def from_half(b: Any, bits: Any) -> Any:
     """Float16, whose bits are int16, as float32: exact. One number or a vector, as in to_half."""
     number, whole = like(bits.type, F32), like(bits.type, I32)
     if HAS_HALVES:
         return b.fpext(b.bitcast(bits, like(bits.type, F16)), number)
     wide = b.zext(bits, whole)
-    sign = b.shl(b.and_(wide, same(0x8000, whole)), same(16, whole))
-    rest = b.bitcast(b.shl(b.and_(wide, same(0x7FFF, whole)), same(13, whole)), number)
-    value = b.bitcast(b.fmul(rest, same(2.0**112, number)), whole)
-    exponent = same(0x7C00, whole)
+    sign = b.shl(b.and_(wide, const(0x8000, whole)), const(16, whole))
+    rest = b.bitcast(b.shl(b.and_(wide, const(0x7FFF, whole)), const(13, whole)), number)
+    value = b.bitcast(b.fmul(rest, const(2.0**112, number)), whole)
+    exponent = const(0x7C00, whole)
     is_finite = b.icmp_signed("!=", b.and_(wide, exponent), exponent)
-    value = b.select(is_finite, value, b.or_(value, same(0x7F800000, whole)))
+    value = b.select(is_finite, value, b.or_(value, const(0x7F800000, whole)))
     return b.bitcast(b.or_(value, sign), number)
 
 
@@ -173,17 +168,17 @@ def to_half(b: Any, x: Any) -> Any:
     if HAS_HALVES:
         return b.bitcast(b.fptrunc(x, like(number, F16)), like(number, I16))
     bits = b.bitcast(x, whole)
-    sign = b.and_(bits, same(-(1 << 31), whole))
+    sign = b.and_(bits, const(-(1 << 31), whole))
     size = b.xor(bits, sign)
     # A sum with 0.5 rounds a number below 2^-14 to the lowest bits, which are those wanted.
-    small = b.bitcast(b.fadd(b.bitcast(size, number), same(0.5, number)), whole)
-    small = b.sub(small, same(126 << 23, whole))
-    odd = b.and_(b.lshr(size, same(13, whole)), same(1, whole))
-    large = b.add(b.add(size, same(0xFFF - (112 << 23), whole)), odd)
-    is_small = b.icmp_signed("<", size, same(113 << 23, whole))
-    value = b.select(is_small, small, b.lshr(large, same(13, whole)))
-    value = b.select(b.fcmp_unordered("uno", x, x), same(0x7E00, whole), value)
-    return b.trunc(b.or_(value, b.lshr(sign, same(16, whole))), like(number, I16))
+    small = b.bitcast(b.fadd(b.bitcast(size, number), const(0.5, number)), whole)
+    small = b.sub(small, const(126 << 23, whole))
+    odd = b.and_(b.lshr(size, const(13, whole)), const(1, whole))
+    large = b.add(b.add(size, const(0xFFF - (112 << 23), whole)), odd)
+    is_small = b.icmp_signed("<", size, const(113 << 23, whole))
+    value = b.select(is_small, small, b.lshr(large, const(13, whole)))
+    value = b.select(b.fcmp_unordered("uno", x, x), const(0x7E00, whole), value)
+    return b.trunc(b.or_(value, b.lshr(sign, const(16, whole))), like(number, I16))
 
 
 def load_halves(b: Any, address: Any, offset: int, num: int) -> Any:

@@ -500,19 +500,19 @@ def _rows(form: Form, b: Any, args: Any) -> None:
     sizes = _sizes(form)
     smaller = [*(rows for rows, _ in sizes[1:]), 0]
     tiles: Any = i64(0)
-    left = num_rows
+    left, taken = num_rows, list[Any]()
     for (rows, _), less in zip(sizes, smaller, strict=True):
         whole = _num_whole(b, left, rows, less)
-        rest = b.sub(left, b.mul(whole, i64(rows)))
+        taken.append(b.mul(whole, i64(rows)))
+        rest = b.sub(left, taken[-1])
         twice = _is_twice(b, rest, num_rows, rows, less)
         tiles = b.add(b.add(tiles, whole), b.zext(twice, I64))
         left = b.select(twice, i64(0), rest)
     done, tile = i64(0), i64(0)
-    for (rows, vectors), less in zip(sizes, smaller, strict=True):
+    for (rows, vectors), less, own_rows in zip(sizes, smaller, taken, strict=True):
         name = f"tailor_integers_{form.name}_{rows}_{vectors}"
         kernel = function(b.module, name, 11, _Kernel(form, rows, vectors).emit)
-        whole = _num_whole(b, b.sub(num_rows, done), rows, less)
-        end, before = b.add(done, b.mul(whole, i64(rows))), b.block
+        end, before = b.add(done, own_rows), b.block
         test, body, after = (b.append_basic_block(n) for n in ("test", "rows", "after"))
         b.branch(test)
         b.position_at_end(test)
