@@ -99,10 +99,10 @@ def keep_heap_small() -> None:
         mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 
-def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed bytes on a cache line's boundary."""
-    memory = np.zeros(num_bytes + _LINE, np.uint8)
-    skip = -memory.ctypes.data % _LINE
+def aligned(num_bytes: int, boundary: int = _LINE) -> npt.NDArray[np.uint8]:
+    """Zeroed bytes on a boundary, a cache line's."""
+    memory = np.zeros(num_bytes + boundary, np.uint8)
+    skip = -memory.ctypes.data % boundary
     return memory[skip : skip + num_bytes]
 
 

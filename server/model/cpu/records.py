@@ -106,8 +106,8 @@ Int64x4 = Annotated[Int64, 4]
 Int64x5 = Annotated[Int64, 5]
 UInt8x2 = Annotated[UInt8, 2]
 UInt32x2 = Annotated[UInt32, 2]
+UInt8x3 = Annotated[UInt8, 3]
 UInt8x4 = Annotated[UInt8, 4]
-UInt8x5 = Annotated[UInt8, 5]
 
 # --- weights --------------------------------------------------------------------------------------
 
@@ -272,19 +272,15 @@ def one_layer(record: Any, layer: int) -> Any:
 class Cache(NamedTuple):
     """What is kept of each position, in blocks of 16 slots.
 
-    kind: the place of the numbers' type in records.KV_TYPES. keys [attention layers, kv_heads,
-    blocks, head_dim, 16], values [attention layers, kv_heads, blocks, 16, head_dim rounded up to
-    16]: such numbers as bytes, so that the last axis is as many times longer. key_scales,
-    value_scales: float32 [attention layers, kv_heads, blocks, 1, 16], what int8 is multiplied by;
-    else [..., 0]. inputs: float32 [convolutions, blocks, 16, H], what a short convolution reads of
-    a position.
+    kind: the place of the numbers' type in KV_TYPES. kv: uint8 [attention layers, blocks, kv_heads,
+    bytes], of each head its keys [head_dim, 16], its values [16, head_dim rounded up to 16], and of
+    int8 what these are multiplied by, float32 scales [16] of keys and [16] of values. So what a
+    sequence's rows read of a layer lies in few pages. inputs: float32 [convolutions, blocks, 16,
+    H], what a short convolution reads of a position.
     """
 
     kind: int
-    keys: UInt8x5
-    values: UInt8x5
-    key_scales: Float32x5
-    value_scales: Float32x5
+    kv: UInt8x4
     inputs: Float32x4
 
 
@@ -336,10 +332,7 @@ class AttentionLayer(NamedTuple):
     query_scales: Float32
     window: int
     kind: int
-    keys: UInt8x4
-    values: UInt8x4
-    key_scales: Float32x4
-    value_scales: Float32x4
+    kv: UInt8x3
 
 
 class AttentionAddresses(NamedTuple):

@@ -11,6 +11,7 @@ code runs without the interpreter's lock. Bits do not depend on the thread count
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from server.engine.batch import Batch, Drawn, Int32
 from server.machine import cores
@@ -27,7 +29,7 @@ from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
 from server.model.cpu.draws import Draws, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits, SlicedHead, padded
 from server.model.cpu.kv_pages import KvPages
-from server.model.cpu.linear import grown, new_work
+from server.model.cpu.linear import aligned, grown, new_work
 from server.model.cpu.records import (
     FAILED,
     KV_BYTES,
@@ -55,6 +57,8 @@ from server.types import ModelInfo
 BLOCK_SIZE = LANES
 """Slots per block: one vector of keys."""
 
+_PAGE = 4096
+
 _NOTHING = np.zeros(0, np.int32)
 _EVERY_ROW = Ends(False, np.zeros((0, 0), np.int32))
 
@@ -69,17 +73,32 @@ def kv_bytes_per_block(shape: ModelShape, kv_dtype: str = "float32") -> int:
 
 
 def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
-    convolutions = sum(shape.convolutions)
-    planes = (shape.num_layers - convolutions, shape.num_kv_heads, num_blocks)
-    kind = list(KV_TYPES).index(kv_dtype)
-    size, scales = KV_BYTES[kind], (1, BLOCK_SIZE if kv_dtype == "int8" else 0)
+    convolutions, kind = sum(shape.convolutions), list(KV_TYPES).index(kv_dtype)
+    head_bytes = (shape.head_dim + padded(shape.head_dim)) * BLOCK_SIZE * KV_BYTES[kind]
+    if kv_dtype == "int8":
+        head_bytes += 2 * BLOCK_SIZE * 4
+    kv = (shape.num_layers - convolutions, num_blocks, shape.num_kv_heads, head_bytes)
     return Cache(
         kind,
-        np.zeros((*planes, shape.head_dim, BLOCK_SIZE * size), np.uint8),
-        np.zeros((*planes, BLOCK_SIZE, padded(shape.head_dim) * size), np.uint8),
-        np.zeros((*planes, *scales), np.float32),
-        np.zeros((*planes, *scales), np.float32),
+        aligned(math.prod(kv), _PAGE).reshape(kv),
         np.zeros((convolutions, num_blocks, BLOCK_SIZE, shape.kept_width), np.float32),
+    )
+
+
+def kv_planes(cache: Cache, head_dim: int) -> tuple[npt.NDArray[Any], ...]:
+    """Views of what a Cache keeps: keys [attention layers, blocks, kv_heads, head_dim, 16] and
+    values [attention layers, blocks, kv_heads, 16, head_dim rounded up to 16] of its type; scales
+    float32 [attention layers, blocks, kv_heads, 2, 16], or 0 instead of 2."""
+    kind: Any = list(KV_TYPES.values())[cache.kind]
+    places, ends = cache.kv.shape[:3], KV_BYTES[cache.kind] * BLOCK_SIZE
+    middle = head_dim * ends
+    end = middle + padded(head_dim) * ends
+    keys, values = cache.kv[..., :middle].view(kind), cache.kv[..., middle:end].view(kind)
+    scales = cache.kv[..., end:].view(np.float32)
+    return (
+        keys.reshape(*places, head_dim, BLOCK_SIZE),
+        values.reshape(*places, BLOCK_SIZE, padded(head_dim)),
+        scales.reshape(*places, -1 if scales.size else 0, BLOCK_SIZE),
     )
 
 
@@ -235,19 +254,17 @@ class CpuRunner:
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i]. No step may be in flight."""
-        cache, (block, lane), (to, to_lane) = self._cache, divmod(src, LANES), divmod(dst, LANES)
-        lanes_last = [cache.keys.view(list(KV_TYPES.values())[cache.kind])]
-        if cache.key_scales.size:
-            lanes_last += [cache.key_scales, cache.value_scales]
-        for array in lanes_last:
-            array[..., to, :, to_lane] = array[..., block, :, lane]
-        for array in (cache.values, cache.inputs):
-            array[..., to, to_lane, :] = array[..., block, lane, :]
+        (block, lane), (to, to_lane) = divmod(src, LANES), divmod(dst, LANES)
+        keys, values, scales = kv_planes(self._cache, self._shape.head_dim)
+        for lanes_last in (keys, scales):
+            lanes_last[:, to, ..., to_lane] = lanes_last[:, block, ..., lane]
+        values[:, to, :, to_lane] = values[:, block, :, lane]
+        self._cache.inputs[:, to, to_lane] = self._cache.inputs[:, block, lane]
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copy KV of blocks src[i] to dst[i]. No step may be in flight."""
-        for array in self._cache[1:]:  # each [..., blocks, x, y]
-            array[..., dst, :, :] = array[..., src, :, :]
+        for array in self._cache[1:]:  # each [layers, blocks, ...]
+            array[:, dst] = array[:, src]
 
     @property
     def weight_bytes(self) -> int:

@@ -32,7 +32,8 @@ def one_by_one(q: int, keys: Plane, values: Plane, blocks: Int32, s: int, acc: i
     for g in range(NUM_HEADS):
         own = s + g * ROOM * 4
         for i in range(NUM_BLOCKS):
-            few_scores(q + g * WIDTH * 4, WIDTH, 1, keys, 1, blocks[i], own + i * 64, ROOM)
+            block = blocks[i]
+            few_scores(q + g * WIDTH * 4, WIDTH, 1, keys, 1, block, block, own + i * 64, ROOM)
         for i in range(NUM_BLOCKS):
             slot, to = blocks[i] * 16, acc + g * WIDTH * 4
-            add_weighted(own + i * 64, ROOM, 1, values, slot, 16, to, WIDTH)
+            add_weighted(own + i * 64, ROOM, 1, values, slot, 16, 0, to, WIDTH)

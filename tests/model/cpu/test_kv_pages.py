@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
 PLANES = 6
-NUM_BLOCKS = 3000  # of 4 KiB: eight short stretches of 16, then 512 make one
+NUM_BLOCKS = 3000  # of 4 KiB: two short stretches of 128, then 512 make one
 
 
 def num_faults() -> int:
@@ -32,7 +32,7 @@ def num_faults() -> int:
 
 def untouched_planes() -> np.ndarray:
     """float32 zeros that no one has written: np.zeros may give pages that the heap has used."""
-    shape = (2, 3, NUM_BLOCKS, 64, 16)
+    shape = (PLANES, NUM_BLOCKS, 64, 16)
     return np.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), np.float32).reshape(shape)
 
 
@@ -45,24 +45,24 @@ def test_blocks_are_ready_a_stretch_ahead_and_keep_what_they_hold() -> None:
     pages = KvPages((keys,))
     if pages.num_ready == 0:
         pytest.skip("this kernel cannot populate pages")
-    assert pages.num_ready == 16
-    pages.use(40)
-    wait_ready(pages, 57)
-    assert pages.num_ready == 64  # whole stretches, and none that nobody is near
-    pages.use(120)
-    wait_ready(pages, 633)
-    assert pages.num_ready == 640
+    assert pages.num_ready == 128
+    pages.use(100)
+    wait_ready(pages, 229)
+    assert pages.num_ready == 256  # whole stretches, and none that nobody is near
+    pages.use(200)
+    wait_ready(pages, 713)
+    assert pages.num_ready == 768
     before = num_faults()
-    keys[:, :, :640] = 1.0
+    keys[:, :768] = 1.0
     ready = num_faults() - before
     before = num_faults()
-    untouched[:, :, :640] = 1.0
+    untouched[:, :768] = 1.0
     assert ready <= 2 < PLANES <= num_faults() - before
-    keys[:, :, 700:710] = 7.0  # no one said so: an ordinary fault, and its content stays
+    keys[:, 800:810] = 7.0  # no one said so: an ordinary fault, and its content stays
     pages.use(NUM_BLOCKS - 1)
     wait_ready(pages, NUM_BLOCKS)
-    assert (keys[:, :, 700:710] == 7.0).all() and (keys[:, :, :640] == 1.0).all()
-    assert not keys[:, :, 710:].any()
+    assert (keys[:, 800:810] == 7.0).all() and (keys[:, :768] == 1.0).all()
+    assert not keys[:, 810:].any()
     pages.close()
     pages.close()
 
@@ -85,10 +85,10 @@ def test_pages_are_made_in_turn_with_steps_and_never_behind_them(
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
     pages = KvPages((np.zeros((PLANES, NUM_BLOCKS, 64, 16), np.float32),))
     first = len(calls)
-    pages.use(40)
-    wait_ready(pages, 64)
+    pages.use(200)
+    wait_ready(pages, 768)
     pages.close()
-    assert len(calls) - first == 3 * PLANES
+    assert len(calls) - first == 2 * PLANES
     for (began_s, ended_s), (next_s, _) in pairwise(calls[first:]):
         assert next_s - ended_s >= 3.0 * (ended_s - began_s)
 

@@ -63,8 +63,7 @@ class PagedStep:
         which = self.kv_ids[call.layer]
         layer = AttentionLayer(
             _NO_VECTOR, _NO_VECTOR, _NO_VECTOR, self._still, self._still, _NO_VECTOR, call.window,
-            self.cache.kind, self.cache.keys[which], self.cache.values[which],
-            self.cache.key_scales[which], self.cache.value_scales[which],
+            self.cache.kind, self.cache.kv[which],
         )  # fmt: skip
         shape = self.shape._replace(scale=np.float32(call.scaling), cap=np.float32(call.cap))
         attend_layer(

@@ -198,8 +198,7 @@ def _forward_share(thread, rows, ends, layers, memory, shape, adapters, work):
             layer = AttentionLayer(
                 layers.qkv_bias[i], layers.q_norms[i], layers.k_norms[i], positions.cos[table],
                 positions.sin[table], positions.query_scales, positions.windows[i], cache.kind,
-                cache.keys[which], cache.values[which], cache.key_scales[which],
-                cache.value_scales[which],
+                cache.kv[which],
             )  # fmt: skip
             linear(normed, num, layers.qkv, i, scratch.qkv, work)
             add_lora(normed, adapters, i, QKV, scratch.qkv, work)
