@@ -24,7 +24,7 @@ from server.engine.step_times import CostTable, Prober
 from server.types import SamplingParams
 
 _log = logging.getLogger(__name__)
-_VERSION = 6  # of the measurement and of the kernels measured: blocks are quicker with AVX2 since 6
+_VERSION = 7  # of the measurement and of the kernels measured: attention is quicker since 7
 _SLOW_S = 0.25  # a step of 8 rows: measuring would delay the start
 _NUM_LIKELY = 8  # ids of a row that drafters ask for
 _MOST_LIKELY_S = 1e-9  # an id of the vocabulary: a quarter of it was measured, quiet
