@@ -15,7 +15,9 @@ asking anybody takes of a step is shared by those that are asked. A scope is ask
 0 by a standard deviation of its evidence, and where it may be and its account can bear what an ask
 may lose: SHARE of all plain decoding comes in, and what nodes earn; out goes what nodes lose, and
 what asking takes. So a scope never loses much more than SHARE of its time to find out, beginning
-with its first request (conservative bandits: Wu et al., ICML 2016).
+with its first request (conservative bandits: Wu et al., ICML 2016). What an ask may bring beyond V
+is at most that all nodes of its tree come: where a row takes nearly as long as a token, as with
+eight choices on many CPUs, nobody is asked to find out what could not pay.
 
 A scope that is not asked is *watched* meanwhile: of each token that comes it is seen whether it
 repeats what followed the same two ids before, in its prompt or answer. That costs microseconds.
@@ -177,9 +179,10 @@ def _num_came(scopes: Float64x2, row: int) -> float:
 
 
 @inlined
-def _may_take(scopes: Float64x2, row: int) -> float:
-    """Most nodes of a tree of this scope: what was claimed of more is not known to be true."""
-    came = _num_came(scopes, row)
+def _may_take(scopes: Float64x2, row: int, repeated: float) -> float:
+    """Most nodes of a tree of this scope: what was claimed of more is not known to be true.
+    repeated: tokens that might have come of nodes."""
+    came = _num_came(scopes, row) + repeated
     return 1.0 + came * came
 
 
@@ -346,7 +349,7 @@ def weigh(
     for i in range(asked.shape[0]):  # all seats, before any of their scopes is changed
         row = int(seats[asked[i], _SCOPE])
         asks = max(scopes[row, _ASKS], 1e-3)
-        left = _may_take(scopes, row)
+        left = _may_take(scopes, row, 0.0)
         own, drafted, came = _own_trust(seats, asked[i]), 0.0, 0.0
         for part in range(_PARTS - 1, -1, -1):
             supply = min(left, scopes[row, _OFFERED + part] / asks)
@@ -354,9 +357,10 @@ def weigh(
             chance = _trust(scopes, row, part) * _MIDDLES[part] * own
             drafted += supply * max(0.0, chance * worth - price)
             came += supply * chance
-        repeated = min(1.0, scopes[row, _REPEATED]) * REPEAT * max(0.0, worth - price)
-        verdicts[i, 0] = (asks * drafted + repeated) / (asks + 1.0)
-        verdicts[i, 1] = math.sqrt((came + DOUBT) / asks)
+        room, repeated = max(0.0, worth - price), scopes[row, _REPEATED]
+        verdicts[i, 0] = (asks * drafted + min(1.0, repeated) * REPEAT * room) / (asks + 1.0)
+        hoped = _may_take(scopes, row, repeated)
+        verdicts[i, 1] = min(math.sqrt((came + DOUBT) / asks), hoped) * room
     ask, num_asked, before = 0.0, asked.shape[0], asked.shape[0] + 1
     while num_asked < before:  # the fewer are asked, the more each of them takes
         before, num_asked = num_asked, 0
@@ -408,7 +412,7 @@ def choose_nodes(
     most = np.empty(heard.shape[0])
     for tree in range(heard.shape[0]):
         row, own = int(seats[heard[tree], _SCOPE]), _own_trust(seats, heard[tree])
-        most[tree] = _may_take(scopes, row) + certain[tree]
+        most[tree] = _may_take(scopes, row, 0.0) + certain[tree]
         for node in range(start[tree], start[tree + 1]):
             claim = claims[node]
             chances[node] = min(1.0, claim * _trust(scopes, row, _part(claim)) * own)

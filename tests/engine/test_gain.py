@@ -102,7 +102,7 @@ def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
         assert {ceiling for why, ceiling in found if why == [""]} == ({most} if most else set())
     known = gain.seat("known", knows=True)
     assert gain.ask([known], _alone(1), 64) == (["cooldown"], 0), "no node could pay"
-    assert gain.is_asked(known), "were there one that could"
+    assert not gain.is_asked(known)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -269,9 +269,11 @@ def _weighed(
     supply = np.diff(high_first, prepend=0.0)[:, ::-1]
     saved, price = min(1.0, saved_s / token_s), node_s / token_s
     worth = np.maximum(0.0, chance * saved - price)
-    repeated = made.REPEAT * np.minimum(1.0, scopes[:, 3]) * max(0.0, saved - price)
+    room = max(0.0, saved - price)
+    repeated = made.REPEAT * np.minimum(1.0, scopes[:, 3]) * room
     value = (asks * (supply * worth).sum(axis=1) + repeated) / (asks + 1.0)
-    doubt = np.sqrt(((supply * chance).sum(axis=1) + made.DOUBT) / asks)
+    hoped = 1.0 + (came.sum(axis=1) + scopes[:, 3]) ** 2
+    doubt = np.minimum(np.sqrt(((supply * chance).sum(axis=1) + made.DOUBT) / asks), hoped) * room
     account = np.minimum(scopes[:, 0] + made.SHARE, made.MOST)
     would, ask, num_asked = np.ones(len(asks), bool), 0.0, len(asks) + 1
     while would.sum() < num_asked:  # who is not asked leaves more to pay to the others
@@ -662,6 +664,22 @@ def test_a_scope_with_the_model_s_prior_is_asked_at_once_where_that_pays() -> No
     assert gain.is_asked(gain.seat("later", foresees=True))
     gain.host.numbers[2] = FIRST_S  # asking takes as long as a step
     assert not gain.is_asked(gain.seat("dear", foresees=True))
+
+
+def test_a_new_scope_is_asked_where_its_first_node_could_pay_for_the_ask() -> None:
+    """An ask takes a fifth of a token, a node nine tenths or a half of one: a node that comes pays
+    for the first ask only where it takes a half, or where the text has repeated a few tokens."""
+    for per_row, num_repeated, is_asked in ((0.9, 0, False), (0.5, 0, True), (0.9, 2, True)):
+        gain = Gain(_line(per_row, per_row))  # a step of n choices takes n times as much
+        gain.host.numbers[:] = 0.8 - 0.8 * per_row, 1.0 - per_row, 0.0, 0.2, 0.0
+        seats = [gain.seat(i) for i in range(8)]
+        asked = 0
+        for _ in range(200):
+            for seat in seats:
+                gain.scope_of(seat)[3] = num_repeated
+            why, _ = gain.ask(seats, _alone(8), 64)
+            asked += why.count("")
+        assert bool(asked) == is_asked
 
 
 def test_what_asking_anybody_takes_is_borne_by_those_that_are_asked() -> None:
