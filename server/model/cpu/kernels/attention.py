@@ -438,7 +438,7 @@ def clear_heads(acc, lda, num_heads, width):
 
 
 @compiled
-def ask(plane, table, num_blocks):
+def _ask(plane, table, num_blocks):
     """Ask memory for the first of so many blocks: their int32 numbers are at address table."""
     for b in range(min(_AHEAD, num_blocks)):
         size = plane.width * LANES * 4 >> plane.kind
@@ -696,9 +696,9 @@ def _attend_tile(tile, shape):
     low, end = tile.start // LANES, (tile.longest + LANES - 1) // LANES
     if end > low:
         table = tile.table + low * 4
-        ask(tile.keys, table, end - low)
+        _ask(tile.keys, table, end - low)
         block_scores(at.queries, d, heads, tile.keys, table, end - low, at.scores, room)
-        ask(tile.values, table, end - low)
+        _ask(tile.values, table, end - low)
     for i in range(tile.num):
         _finish_scores(tile, i, room, shape)
     clear_heads(at.acc, at.acc_stride, heads, width)
