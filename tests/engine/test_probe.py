@@ -73,11 +73,11 @@ def test_the_table_is_measured_once_and_what_is_quicker_later_takes_its_place(
     assert load_or_measure(runner, path, max_rows=16).cost(8) == 1.0 and not runner.batches
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 6, "rows": [2]}', '{"version": 1}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 7, "rows": [2]}', '{"version": 1}'])
 def test_a_damaged_table_is_measured_again(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(damage)
     runner = RecordingRunner()
     load_or_measure(runner, path, max_rows=4)
     assert runner.batches
-    assert json.loads(path.read_text())["version"] == 6
+    assert json.loads(path.read_text())["version"] == 7
