@@ -357,10 +357,10 @@ def weigh(
             chance = _trust(scopes, row, part) * _MIDDLES[part] * own
             drafted += supply * max(0.0, chance * worth - price)
             came += supply * chance
-        room, repeated = max(0.0, worth - price), scopes[row, _REPEATED]
-        verdicts[i, 0] = (asks * drafted + min(1.0, repeated) * REPEAT * room) / (asks + 1.0)
+        saved, repeated = max(0.0, worth - price), scopes[row, _REPEATED]
+        verdicts[i, 0] = (asks * drafted + min(1.0, repeated) * REPEAT * saved) / (asks + 1.0)
         hoped = _may_take(scopes, row, repeated)
-        verdicts[i, 1] = min(math.sqrt((came + DOUBT) / asks), hoped) * room
+        verdicts[i, 1] = min(math.sqrt((came + DOUBT) / asks), hoped) * saved
     ask, num_asked, before = 0.0, asked.shape[0], asked.shape[0] + 1
     while num_asked < before:  # the fewer are asked, the more each of them takes
         before, num_asked = num_asked, 0

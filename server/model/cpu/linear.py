@@ -100,7 +100,7 @@ def keep_heap_small() -> None:
 
 
 def aligned(num_bytes: int, boundary: int = _LINE) -> npt.NDArray[np.uint8]:
-    """Zeroed bytes on a boundary, a cache line's."""
+    """Zeroed bytes on a boundary, by default a cache line's."""
     memory = np.zeros(num_bytes + boundary, np.uint8)
     skip = -memory.ctypes.data % boundary
     return memory[skip : skip + num_bytes]

@@ -85,7 +85,7 @@ def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
     )
 
 
-def kv_planes(cache: Cache, head_dim: int) -> tuple[npt.NDArray[Any], ...]:
+def _kv_planes(cache: Cache, head_dim: int) -> tuple[npt.NDArray[Any], ...]:
     """Views of what a Cache keeps: keys [attention layers, blocks, kv_heads, head_dim, 16] and
     values [attention layers, blocks, kv_heads, 16, head_dim rounded up to 16] of its type; scales
     float32 [attention layers, blocks, kv_heads, 2, 16], or 0 instead of 2."""
@@ -200,6 +200,7 @@ class CpuRunner:
         scales = query_scales(shape, max_model_len)
         self._positions = Positions(cos, sin, rope_ids, windows, scales)
         self._cache = _cache(shape, info.num_blocks, info.kv_dtype)
+        self._planes = _kv_planes(self._cache, shape.head_dim)
         self._pages = KvPages([array for array in self._cache[1:] if array.size])
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
         self._memory = (self._positions, self._cache, self._scratch)
@@ -255,7 +256,7 @@ class CpuRunner:
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i]. No step may be in flight."""
         (block, lane), (to, to_lane) = divmod(src, LANES), divmod(dst, LANES)
-        keys, values, scales = kv_planes(self._cache, self._shape.head_dim)
+        keys, values, scales = self._planes
         for lanes_last in (keys, scales):
             lanes_last[:, to, ..., to_lane] = lanes_last[:, block, ..., lane]
         values[:, to, :, to_lane] = values[:, block, :, lane]

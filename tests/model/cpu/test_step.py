@@ -12,7 +12,7 @@ from server.engine.batch import Batch
 from server.model.cpu.integers.forms import BY_NAME
 from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.cpu.kernels import embed_rows
-from server.model.cpu.runner import CpuRunner, kv_planes
+from server.model.cpu.runner import CpuRunner
 from server.model.cpu.weights import block_table, float_table
 from tests.model import families
 from tests.model.batches import Pages, decode_step, run
@@ -93,8 +93,7 @@ def test_a_batch_that_comes_again_gives_the_bits_of_a_new_one(
                 batch = decode_step(tables, ids, start)
             ids = run(runner, batch).token_ids.tolist()
             steps.append((ids, runner._scratch.hidden[:3].tobytes()))
-        _, values, _ = kv_planes(runner._cache, runner._shape.head_dim)
-        values[:, tables[1].blocks[0]] = np.nan
+        runner._planes[1][:, tables[1].blocks[0]] = np.nan
         _move_on(batch, tables, ids, 40)
         drawn = run(runner, batch)
         assert [*drawn.problems] == [1]

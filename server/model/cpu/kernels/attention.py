@@ -92,6 +92,11 @@ _WIDE_VECTORS = 2 if WIDE_REGISTERS else 0
 """Vectors of keys or columns by which WIDE_HEADS heads are computed: each key and value is widened
 once for all of them."""
 
+_AHEAD = 2
+"""Blocks of keys, and of values, that are asked of memory before they are wanted. A core's own
+prefetcher asks for little of what lies in blocks: without this a step of eight rows behind 600 keys
+took a third longer."""
+
 
 class Plane(NamedTuple):
     """The keys or the values of one KV head, in addresses.
@@ -106,12 +111,6 @@ class Plane(NamedTuple):
     stride: int
     width: int
     kind: int
-
-
-_AHEAD = 2
-"""Blocks of keys, and of values, that are asked of memory before they are wanted. A core's own
-prefetcher asks for little of what lies in blocks: without this a step of eight rows behind 600 keys
-took a third longer."""
 
 
 # --- vector kernels: addresses are int64, strides are in numbers ----------------------------------
@@ -164,7 +163,8 @@ def _define_scores(num_heads: int, num_blocks: int, kind: int, b: Any, args: Any
             blocks = [b.sext(b.load(b.gep(entries, [i64(i)])), I64) for i in range(num_blocks)]
         return [b.mul(block, stride) for block in blocks]
 
-    starts, later = ([b.add(numbers, o) for o in offsets(of)] for of in (table, ahead))
+    own = offsets(table)
+    starts, later = ([b.add(numbers, offset) for offset in of] for of in (own, offsets(ahead)))
     qf, sf = floats(b, q), floats(b, s)
     heads = [b.gep(qf, [b.mul(ldq, i64(g))]) for g in range(num_heads)]
     loop = Loop(b, d, [const(0.0)] * (num_heads * num_blocks))
@@ -181,7 +181,7 @@ def _define_scores(num_heads: int, num_blocks: int, kind: int, b: Any, args: Any
     for i in range(num_blocks):
         scale = None
         if kind == _INT8:
-            scale = load(b, floats(b, b.add(scales, b.sub(starts[i], numbers))), i64(0))
+            scale = load(b, floats(b, b.add(scales, own[i])), i64(0))
         for g in range(num_heads):
             value = acc[g * num_blocks + i]
             value = value if scale is None else b.fmul(value, scale)
@@ -440,8 +440,8 @@ def clear_heads(acc, lda, num_heads, width):
 @compiled
 def _ask(plane, table, num_blocks):
     """Ask memory for the first of so many blocks: their int32 numbers are at address table."""
+    size = plane.width * LANES * 4 >> plane.kind
     for b in range(min(_AHEAD, num_blocks)):
-        size = plane.width * LANES * 4 >> plane.kind
         fetch(plane.numbers + int32_at(table, b) * plane.stride, size)
 
 
