@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.engine.batch import Batch
-from server.engine.probe import load_or_measure, make_prober
+from server.engine.probe import VERSION, load_or_measure, make_prober
 from server.types import ModelInfo
 from tests.fakes.fake_runner import FakeModel, FakeRunner
 
@@ -73,11 +73,13 @@ def test_the_table_is_measured_once_and_what_is_quicker_later_takes_its_place(
     assert load_or_measure(runner, path, max_rows=16).cost(8) == 1.0 and not runner.batches
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 7, "rows": [2]}', '{"version": 1}'])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", f'{{"version": {VERSION}, "rows": [2]}}', '{"version": 1}']
+)
 def test_a_damaged_table_is_measured_again(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(damage)
     runner = RecordingRunner()
     load_or_measure(runner, path, max_rows=4)
     assert runner.batches
-    assert json.loads(path.read_text())["version"] == 7
+    assert json.loads(path.read_text())["version"] == VERSION

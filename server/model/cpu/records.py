@@ -37,9 +37,8 @@ ROW_SPAN = 16 * MAX_ROWS
 ADAPTER_WIDE = max(2, VECTORS_PER_PANEL)
 """Vectors of a wide kernel of adapters: 4 rows of them fill wide registers, 2 rows narrow ones."""
 
-WIDE_HEADS = 12 if WIDE_REGISTERS else 0
-"""Heads of several rows of one sequence that attention computes together. 0: there are no registers
-for it."""
+WIDE_HEADS = 12 if WIDE_REGISTERS else 6
+"""Query heads of several rows of one sequence that attention computes together."""
 
 KV_TYPES: dict[str, type[Any]] = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 """Type of the KV cache's numbers by the name of `engine.kv_cache_dtype`. A type's place is the
@@ -51,9 +50,8 @@ KV_BYTES = tuple(np.dtype(kind).itemsize for kind in KV_TYPES.values())
 def tile_rows(group: int) -> int:
     """Most rows whose scores and sums are computed together, with `group` query heads a KV head:
     their query heads share each load."""
-    if WIDE_HEADS > 0 and WIDE_HEADS % group == 0:
-        return WIDE_HEADS // group
-    return 4
+    most = 12  # as many as WIDE_HEADS, or twice as many
+    return most // group if most % group == 0 else 4
 
 
 def integer_kernel(features: frozenset[str]) -> str:

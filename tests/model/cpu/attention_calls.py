@@ -9,7 +9,6 @@ from server.model.cpu.kernels.attention import (
     add_blocks,
     add_weighted,
     block_scores,
-    few_scores,
 )
 from server.model.cpu.records import Int32
 
@@ -21,7 +20,7 @@ NUM_HEADS, WIDTH, NUM_BLOCKS, ROOM = 15, 64, 5, 96
 def together(q: int, keys: Plane, values: Plane, blocks: Int32, s: int, acc: int) -> None:
     """All heads and blocks in one call."""
     table = blocks.ctypes.data
-    block_scores(q, WIDTH, NUM_HEADS, keys, table, NUM_BLOCKS, s, ROOM)
+    block_scores(q, WIDTH, NUM_HEADS, keys, table, 0, NUM_BLOCKS, s, ROOM)
     add_blocks(s, ROOM, NUM_HEADS, values, table, NUM_BLOCKS, acc, WIDTH)
 
 
@@ -29,11 +28,12 @@ def together(q: int, keys: Plane, values: Plane, blocks: Int32, s: int, acc: int
 @borrowing
 def one_by_one(q: int, keys: Plane, values: Plane, blocks: Int32, s: int, acc: int) -> None:
     """A head and a block a call."""
+    table = blocks.ctypes.data
     for g in range(NUM_HEADS):
-        own = s + g * ROOM * 4
+        own, to = s + g * ROOM * 4, acc + g * WIDTH * 4
         for i in range(NUM_BLOCKS):
-            block = blocks[i]
-            few_scores(q + g * WIDTH * 4, WIDTH, 1, keys, 1, block, block, own + i * 64, ROOM)
+            block, at = table + i * 4, own + i * 64
+            block_scores(q + g * WIDTH * 4, WIDTH, 1, keys, block, 0, 1, at, ROOM)
         for i in range(NUM_BLOCKS):
-            slot, to = blocks[i] * 16, acc + g * WIDTH * 4
-            add_weighted(own + i * 64, ROOM, 1, values, slot, 16, 0, to, WIDTH)
+            block, at = table + i * 4, own + i * 64
+            add_weighted(at, ROOM, 1, values, block, 0, 1, block, 0, 16, to, WIDTH)

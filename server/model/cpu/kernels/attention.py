@@ -40,6 +40,7 @@ from server.model.cpu.kernels.ir import (
     function,
     i32,
     i64,
+    keep_order,
     like,
     load,
     prefetch,
@@ -84,18 +85,15 @@ _LANE_BITS = LANES.bit_length() - 1
 
 _tile_rows = compiled(tile_rows)
 
-SCORE_BLOCKS = 4 if WIDE_REGISTERS else 1
-"""Blocks of keys of the largest kernel: with 3 or 4 heads, enough sums that none waits for the one
-before it, and no more than registers."""
+_MOST_SUMS = 24 if WIDE_REGISTERS else 6
+"""Vectors of sums of one kernel: enough that none waits for the one before it, and as many as
+registers hold beside what is added to them."""
 
-_WIDE_VECTORS = 2 if WIDE_REGISTERS else 0
-"""Vectors of keys or columns by which WIDE_HEADS heads are computed: each key and value is widened
-once for all of them."""
-
-_AHEAD = 2
-"""Blocks of keys, and of values, that are asked of memory before they are wanted. A core's own
-prefetcher asks for little of what lies in blocks: without this a step of eight rows behind 600 keys
-took a third longer."""
+CHUNK = 4
+"""Blocks whose keys, or values, all heads of a tile go through before the next ones: until then
+they stay in a core's L1 cache. Those of the next chunk are asked of memory meanwhile: a core's own
+prefetcher asks for little of what lies in blocks, and without this a step of eight rows behind 600
+keys took a third longer."""
 
 
 class Plane(NamedTuple):
@@ -119,6 +117,13 @@ class Plane(NamedTuple):
 def _size(kind: int) -> int:
     """Bytes of a number."""
     return 4 >> kind
+
+
+def _block_offset(b: Any, table: Any, i: Any, shift: Any, stride: Any) -> Any:
+    """Bytes from block 0 to the block whose int32 number, to be shifted right, is the i-th at an
+    address."""
+    entry = b.load(b.gep(b.inttoptr(table, I32.as_pointer()), [i]))
+    return b.mul(b.ashr(b.sext(entry, I64), shift), stride)
 
 
 def _widened(b: Any, kind: int, address: Any) -> Any:
@@ -146,37 +151,46 @@ def _by_kind(
     choose(b, b.add(b.mul(case, i64(3)), kind), told)
 
 
+def _together(heads: int) -> int:
+    """Blocks of keys, or vectors of columns, that a kernel of so many heads computes together."""
+    return 4 if heads * 4 <= _MOST_SUMS else 2 if heads * 2 <= _MOST_SUMS else 1
+
+
+_SIZES = {(g, num) for g in (1, 2, 3, 4, WIDE_HEADS) for num in (1, _together(g))}
+"""Heads, and blocks or vectors of columns, of the kernels."""
+
+
+def _one_by_one(b: Any, i: int, num_sums: int) -> None:
+    """Where sums take all narrow registers, load the i-th vector when those before it are used up:
+    else the compiler keeps a sum in memory, for which each product then waits."""
+    if i > 0 and num_sums == _MOST_SUMS and not WIDE_REGISTERS:
+        keep_order(b)
+
+
 def _define_scores(num_heads: int, num_blocks: int, kind: int, b: Any, args: Any) -> None:
     """s[g, 16 i : 16 i + 16] = sum_d q[g, d] * keys[block i, d, 0:16], d in order, i < num_blocks.
 
-    table: the address of the blocks' int32 numbers; for one block, its number. ahead: as table, of
+    table: address of the blocks' int32 numbers, which are to be shifted right. ahead: as table, of
     blocks that are asked of memory meanwhile.
     """
-    numbers, scales, stride, d, q, ldq, table, ahead, s, lds = args
-    step = LANES * _size(kind)
-
-    def offsets(table: Any) -> list[Any]:
-        """From block 0, in bytes."""
-        blocks = [table]
-        if num_blocks > 1:
-            entries = b.inttoptr(table, I32.as_pointer())
-            blocks = [b.sext(b.load(b.gep(entries, [i64(i)])), I64) for i in range(num_blocks)]
-        return [b.mul(block, stride) for block in blocks]
-
-    own = offsets(table)
-    starts, later = ([b.add(numbers, offset) for offset in of] for of in (own, offsets(ahead)))
+    numbers, scales, stride, d, q, ldq, table, shift, ahead, s, lds = args
+    own, later = (
+        [_block_offset(b, of, i64(i), shift, stride) for i in range(num_blocks)]
+        for of in (table, ahead)
+    )
     qf, sf = floats(b, q), floats(b, s)
     heads = [b.gep(qf, [b.mul(ldq, i64(g))]) for g in range(num_heads)]
     loop = Loop(b, d, [const(0.0)] * (num_heads * num_blocks))
-    here = b.mul(loop.index, i64(step))
-    for address in later:
-        prefetch(b, b.add(address, here))
-    key = [_widened(b, kind, b.add(start, here)) for start in starts]
-    new = []
-    for g in range(num_heads):
-        query = splat(b, b.load(b.gep(heads[g], [loop.index])))
-        old = loop.carried[g * num_blocks : (g + 1) * num_blocks]
-        new += [fma(b, query, key[i], old[i]) for i in range(num_blocks)]
+    here = b.add(numbers, b.mul(loop.index, i64(LANES * _size(kind))))
+    for offset in later:
+        prefetch(b, b.add(here, offset))
+    new = list(loop.carried)
+    for i, offset in enumerate(own):
+        _one_by_one(b, i, num_heads * num_blocks)
+        key = _widened(b, kind, b.add(here, offset))
+        for g, head in enumerate(heads):
+            query = splat(b, b.load(b.gep(head, [loop.index])))
+            new[g * num_blocks + i] = fma(b, query, key, new[g * num_blocks + i])
     acc = loop.close(new)
     for i in range(num_blocks):
         scale = None
@@ -188,20 +202,17 @@ def _define_scores(num_heads: int, num_blocks: int, kind: int, b: Any, args: Any
             store(b, value, sf, b.add(b.mul(lds, i64(g)), i64(i * LANES)))
 
 
-@word(None, int, int, int, int, Plane, int, int, int, int)
+@word(None, int, int, int, int, Plane, int, int, int, int, int)
 def _scores(
-    b: Any, heads: Any, blocks: Any, q: Any, ldq: Any, plane: Any, table: Any, ahead: Any, s: Any,
-    lds: Any,
+    b: Any, heads: Any, blocks: Any, q: Any, ldq: Any, plane: Any, table: Any, shift: Any,
+    ahead: Any, s: Any, lds: Any,
 ) -> None:  # fmt: skip
-    """_define_scores: of 1 to 4 heads against 1 or SCORE_BLOCKS blocks, or of WIDE_HEADS."""
-    sizes = {(g, num) for g in (1, 2, 3, 4) for num in (1, SCORE_BLOCKS)}
-    if WIDE_HEADS > 0:
-        sizes.add((WIDE_HEADS, _WIDE_VECTORS))
+    """_define_scores of one of _SIZES."""
     cases = {
-        16 * num + g: (f"scores_{g}_{num}", partial(_define_scores, g, num)) for g, num in sizes
+        16 * num + g: (f"scores_{g}_{num}", partial(_define_scores, g, num)) for g, num in _SIZES
     }
     case = b.add(b.mul(blocks, i64(16)), heads)
-    _by_kind(b, plane, case, cases, [q, ldq, table, ahead, s, lds])
+    _by_kind(b, plane, case, cases, [q, ldq, table, shift, ahead, s, lds])
 
 
 def _add_slot(
@@ -210,97 +221,67 @@ def _add_slot(
     """The sums, of each head in turn, after one more slot: its values at an address, each vector of
     them times the head's weight, which is at an address, as their scale is."""
     size, vectors = _size(kind), len(sums) // len(weights)
-    value = [_widened(b, kind, b.add(at, i64(c * LANES * size))) for c in range(vectors)]
     scale = None
     if kind == _INT8:
         scale = b.load(floats(b, scale_at))
-    new = []
-    for g, address in enumerate(weights):
-        weight = b.load(address)
-        wide = splat(b, weight if scale is None else b.fmul(weight, scale))
-        new += [fma(b, wide, value[c], sums[g * vectors + c]) for c in range(vectors)]
+    new = list(sums)
+    for c in range(vectors):
+        _one_by_one(b, c, len(sums))
+        value = _widened(b, kind, b.add(at, i64(c * LANES * size)))
+        for g, address in enumerate(weights):
+            weight = b.load(address)
+            wide = splat(b, weight if scale is None else b.fmul(weight, scale))
+            new[g * vectors + c] = fma(b, wide, value, new[g * vectors + c])
     return new
 
 
 def _define_weighted(num_heads: int, vectors: int, kind: int, b: Any, args: Any) -> None:
-    """acc[g, :] += sum over slots of p[g, slot] * values[slot, :], slots in order, 16 * vectors
-    columns. ahead: address of a block's values that are asked of memory meanwhile."""
-    numbers, scales, stride, width, p, ldp, slot, column, num, ahead, acc, lda = args
-    size = i64(_size(kind))
-    block, lane = b.ashr(slot, i64(_LANE_BITS)), b.and_(slot, i64(LANES - 1))
-    offset, row_bytes = b.mul(block, stride), b.mul(width, size)
-    values = b.add(b.add(numbers, offset), b.mul(lane, row_bytes))
-    scale_at = b.add(b.add(scales, offset), b.mul(lane, i64(4)))
-    pf, af = floats(b, p), floats(b, acc)
-    where = [
-        b.add(b.mul(lda, i64(g)), i64(c * LANES)) for g in range(num_heads) for c in range(vectors)
-    ]
-    loop = Loop(b, num, [load(b, af, place) for place in where])
-    weights = [b.gep(pf, [b.add(b.mul(ldp, i64(g)), loop.index)]) for g in range(num_heads)]
-    here = b.add(b.mul(loop.index, row_bytes), b.mul(column, size))
-    for line in range(0, vectors * LANES * _size(kind), 64):
-        prefetch(b, b.add(ahead, b.add(here, i64(line))))
-    own_scale = b.add(scale_at, b.mul(loop.index, i64(4)))
-    new = _add_slot(b, kind, b.add(values, here), own_scale, weights, loop.carried)
-    for place, result in zip(where, loop.close(new), strict=True):
-        store(b, result, af, place)
+    """acc[g, :] += sum over slots of p[g, slot] * values[slot, :], slots in order: `num` slots from
+    `lane` on of each of num_blocks blocks. Columns are a multiple of 16 * vectors.
 
-
-@word(None, int, int, int, int, Plane, int, int, int, int, int, int)
-def _weighted(
-    b: Any, heads: Any, vectors: Any, p: Any, ldp: Any, plane: Any, slot: Any, column: Any,
-    num: Any, ahead: Any, acc: Any, lda: Any,
-) -> None:  # fmt: skip
-    """acc[g, :] += p[g, i] @ values of `num` slots of a block from one on, 1 to 4 heads, 1 or 4
-    vectors of columns from one on; p, acc: addresses, head strides ldp and lda."""
-    cases = {
-        8 * v + g: (f"weighted_{g}_{v}", partial(_define_weighted, g, v))
-        for g in (1, 2, 3, 4)
-        for v in (1, 4)
-    }
-    case = b.add(b.mul(vectors, i64(8)), heads)
-    _by_kind(b, plane, case, cases, [p, ldp, slot, column, num, ahead, acc, lda])
-
-
-def _define_wide_weighted(num_heads: int, vectors: int, kind: int, b: Any, args: Any) -> None:
-    """As _define_weighted, for all slots of `num` whole blocks, one after the other, and all
-    columns: a multiple of 16 * vectors. table: address of the blocks' int32 numbers."""
-    numbers, scales, stride, width, p, ldp, table, num, acc, lda = args
+    table, shift, ahead: as _define_scores has them.
+    """
+    (
+        numbers, scales, stride, width, p, ldp, table, shift, num_blocks, ahead, lane, num, acc, lda
+    ) = args  # fmt: skip
     size = _size(kind)
+    row_bytes = b.mul(width, i64(size))
+    numbers = b.add(numbers, b.mul(lane, row_bytes))
+    scales = b.add(scales, b.mul(lane, i64(4)))
     columns = Loop(b, width, [], step=vectors * LANES)
-    column = columns.index
     pf, af = floats(b, p), floats(b, acc)
-    weights = [b.gep(pf, [b.mul(ldp, i64(g))]) for g in range(num_heads)]
     where = [
-        b.add(b.add(b.mul(lda, i64(g)), column), i64(c * LANES))
+        b.add(b.add(b.mul(lda, i64(g)), columns.index), i64(c * LANES))
         for g in range(num_heads)
         for c in range(vectors)
     ]
-    outer = Loop(b, num, [load(b, af, place) for place in where])
-    entry = b.gep(b.inttoptr(table, I32.as_pointer()), [outer.index])
-    offset = b.mul(b.sext(b.load(entry), I64), stride)
-    values = b.add(b.add(numbers, offset), b.mul(column, i64(size)))
+    outer = Loop(b, num_blocks, [load(b, af, place) for place in where])
+    own, later = (_block_offset(b, of, outer.index, shift, stride) for of in (table, ahead))
+    values = b.add(numbers, b.mul(columns.index, i64(size)))
     first = b.mul(outer.index, i64(LANES))
-    inner = Loop(b, i64(LANES), outer.carried)
+    inner = Loop(b, num, outer.carried)
+    here = b.add(values, b.mul(inner.index, row_bytes))
+    for line in range(0, vectors * LANES * size, 64):
+        prefetch(b, b.add(b.add(here, later), i64(line)))
     key = b.add(first, inner.index)
-    of_key = [b.gep(head, [key]) for head in weights]
-    at = b.add(values, b.mul(b.mul(inner.index, width), i64(size)))
-    scale_at = b.add(b.add(scales, offset), b.mul(inner.index, i64(4)))
-    new = _add_slot(b, kind, at, scale_at, of_key, inner.carried)
-    sums = outer.close(inner.close(new))
-    for place, result in zip(where, sums, strict=True):
+    weights = [b.gep(pf, [b.add(b.mul(ldp, i64(g)), key)]) for g in range(num_heads)]
+    scale_at = b.add(b.add(scales, own), b.mul(inner.index, i64(4)))
+    new = _add_slot(b, kind, b.add(here, own), scale_at, weights, inner.carried)
+    for place, result in zip(where, outer.close(inner.close(new)), strict=True):
         store(b, result, af, place)
     columns.close([])
 
 
-@word(None, int, int, Plane, int, int, int, int)
-def _wide_weighted(
-    b: Any, p: Any, ldp: Any, plane: Any, table: Any, num: Any, acc: Any, lda: Any
-) -> None:
-    """_define_wide_weighted of WIDE_HEADS heads."""
-    heads, vectors = WIDE_HEADS or 1, _WIDE_VECTORS or 1
-    cases = {0: ("wide_weighted", partial(_define_wide_weighted, heads, vectors))}
-    _by_kind(b, plane, i64(0), cases, [p, ldp, table, num, acc, lda])
+@word(None, int, int, int, int, Plane, int, int, int, int, int, int, int, int)
+def _weighted(
+    b: Any, heads: Any, vectors: Any, p: Any, ldp: Any, plane: Any, table: Any, shift: Any,
+    num_blocks: Any, ahead: Any, lane: Any, num: Any, acc: Any, lda: Any,
+) -> None:  # fmt: skip
+    """_define_weighted of one of _SIZES."""
+    cases = {16 * v + g: (f"weighted_{g}_{v}", partial(_define_weighted, g, v)) for g, v in _SIZES}
+    case = b.add(b.mul(vectors, i64(16)), heads)
+    given = [p, ldp, table, shift, num_blocks, ahead, lane, num, acc, lda]
+    _by_kind(b, plane, case, cases, given)
 
 
 _MOST_HALF = 65504.0
@@ -439,92 +420,80 @@ def clear_heads(acc, lda, num_heads, width):
 
 @compiled
 def _ask(plane, table, num_blocks):
-    """Ask memory for the first of so many blocks: their int32 numbers are at address table."""
+    """Ask memory for the first chunk of so many blocks: table has their int32 numbers."""
     size = plane.width * LANES * 4 >> plane.kind
-    for b in range(min(_AHEAD, num_blocks)):
+    for b in range(min(CHUNK, num_blocks)):
         fetch(plane.numbers + int32_at(table, b) * plane.stride, size)
 
 
-@compiled
-def few_scores(q, ldq, num_heads, keys, num_blocks, table, ahead, s, lds):
-    """Scores of all query heads of one KV head against 1 or SCORE_BLOCKS blocks of 16 keys.
+_most_together = compiled(_together)
 
-    q, s: addresses, head strides ldq and lds. keys: Plane. table, ahead: as _define_scores has
-    them.
+
+@compiled
+def _next_heads(left):
+    """Heads of the next kernel, of so many that are left."""
+    return WIDE_HEADS if left >= WIDE_HEADS else min(4, left)
+
+
+@compiled
+def block_scores(q, ldq, num_heads, keys, table, shift, num_blocks, s, lds):
+    """Scores of all query heads of one KV head against blocks of 16 keys one after the other.
+
+    q, s: addresses, head strides ldq and lds. keys: Plane. table: address of the blocks' int32
+    numbers, which are to be shifted right.
+    """
+    b = 0
+    while b < num_blocks:
+        num = CHUNK if num_blocks - b >= CHUNK else 1
+        ahead = table + min(b + CHUNK, num_blocks - num) * 4
+        g = 0
+        while g < num_heads:
+            heads = _next_heads(num_heads - g)
+            most = min(num, _most_together(heads))
+            for i in range(0, num, most):
+                _scores(
+                    heads, most, q + g * ldq * 4, ldq, keys, table + (b + i) * 4, shift,
+                    ahead + i * 4, s + (g * lds + (b + i) * LANES) * 4, lds,
+                )  # fmt: skip
+            g += heads
+        b += num
+
+
+@compiled
+def add_weighted(
+    p, ldp, num_heads, values, table, shift, num_blocks, ahead, lane, num, acc, lda
+):  # fmt: skip
+    """acc[g, :] += p[g, i] @ values of `num` slots from `lane` on of each of some blocks, in order.
+
+    p, acc: addresses, head strides ldp and lda. values: Plane, its width a multiple of 16. table,
+    shift: as block_scores has them; ahead: as table, of as many blocks whose values are asked of
+    memory meanwhile.
     """
     g = 0
     while g < num_heads:
-        num = min(4, num_heads - g)
-        _scores(num, num_blocks, q + g * ldq * 4, ldq, keys, table, ahead, s + g * lds * 4, lds)
-        g += num
-
-
-@compiled
-def block_scores(q, ldq, num_heads, keys, table, num_blocks, s, lds):
-    """As few_scores, for blocks one after the other: their int32 numbers are at address table."""
-    last = num_blocks - 1
-    while WIDE_HEADS > 0 and num_heads >= WIDE_HEADS:
-        b = 0
-        while num_blocks - b >= _WIDE_VECTORS:
-            to, ahead = s + b * LANES * 4, min(b + _WIDE_VECTORS, num_blocks - _WIDE_VECTORS)
-            here, later = table + b * 4, table + ahead * 4
-            _scores(WIDE_HEADS, _WIDE_VECTORS, q, ldq, keys, here, later, to, lds)
-            b += _WIDE_VECTORS
-        while num_blocks > b:
-            block = int32_at(table, b)
-            few_scores(q, ldq, WIDE_HEADS, keys, 1, block, block, s + b * LANES * 4, lds)
-            b += 1
-        q, s = q + WIDE_HEADS * ldq * 4, s + WIDE_HEADS * lds * 4
-        num_heads -= WIDE_HEADS
-    b = num_blocks if num_heads == 0 else 0
-    while SCORE_BLOCKS > 1 and num_blocks - b >= SCORE_BLOCKS:
-        to, ahead = s + b * LANES * 4, min(b + SCORE_BLOCKS, num_blocks - SCORE_BLOCKS)
-        here, later = table + b * 4, table + ahead * 4
-        few_scores(q, ldq, num_heads, keys, SCORE_BLOCKS, here, later, to, lds)
-        b += SCORE_BLOCKS
-    while num_blocks > b:
-        block, later = int32_at(table, b), int32_at(table, min(b + _AHEAD, last))
-        few_scores(q, ldq, num_heads, keys, 1, block, later, s + b * LANES * 4, lds)
-        b += 1
-
-
-@compiled
-def add_weighted(p, ldp, num_heads, values, slot, num, ahead, acc, lda):
-    """acc[g, :] += p[g, i] @ values of `num` slots of a block from `slot` on, in order.
-
-    p, acc: addresses, head strides ldp and lda. values: Plane, its width a multiple of 16. ahead: a
-    block whose values are asked of memory meanwhile.
-    """
-    later = values.numbers + ahead * values.stride
-    width = values.width
-    c = 0
-    while c < width:
-        # 16 narrow registers hold the sums of 4 heads by one vector of columns.
-        vectors = 4 if width - c >= 4 * LANES and (WIDE_REGISTERS or num_heads == 1) else 1
-        g = 0
-        while g < num_heads:
-            heads = min(4, num_heads - g)
-            _weighted(
-                heads, vectors, p + g * ldp * 4, ldp, values, slot, c, num, later,
-                acc + (g * lda + c) * 4, lda,
-            )  # fmt: skip
-            g += heads
-        c += vectors * LANES
+        heads = _next_heads(num_heads - g)
+        vectors = _most_together(heads)
+        if values.width % (vectors * LANES) != 0:
+            vectors = 1
+        _weighted(
+            heads, vectors, p + g * ldp * 4, ldp, values, table, shift, num_blocks, ahead, lane,
+            num, acc + g * lda * 4, lda,
+        )  # fmt: skip
+        g += heads
 
 
 @compiled
 def add_blocks(p, ldp, num_heads, values, table, num_blocks, acc, lda):
-    """As add_weighted, for whole blocks one after the other: their int32 numbers are at address
-    table."""
-    width = values.width
-    if WIDE_HEADS > 0 and width % (_WIDE_VECTORS * LANES) == 0:
-        while num_heads >= WIDE_HEADS:
-            _wide_weighted(p, ldp, values, table, num_blocks, acc, lda)
-            p, acc = p + WIDE_HEADS * ldp * 4, acc + WIDE_HEADS * lda * 4
-            num_heads -= WIDE_HEADS
-    for b in range(num_blocks if num_heads > 0 else 0):
-        slot, ahead = int32_at(table, b) * LANES, int32_at(table, min(b + _AHEAD, num_blocks - 1))
-        add_weighted(p + b * LANES * 4, ldp, num_heads, values, slot, LANES, ahead, acc, lda)
+    """As add_weighted, for all slots of blocks one after the other."""
+    b = 0
+    while b < num_blocks:
+        num = min(CHUNK, num_blocks - b)
+        ahead = table + min(b + CHUNK, num_blocks - num) * 4
+        add_weighted(
+            p + b * LANES * 4, ldp, num_heads, values, table + b * 4, 0, num, ahead, 0, LANES, acc,
+            lda,
+        )  # fmt: skip
+        b += num
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -614,7 +583,8 @@ def _finish_scores(tile, i, room, shape):
         if slot // LANES != last:
             last = slot // LANES
             query = at.queries + own * d * 4
-            few_scores(query, d, group, tile.keys, 1, last, last, block, at.acc_stride)
+            entry = path + j * 4
+            block_scores(query, d, group, tile.keys, entry, _LANE_BITS, 1, block, at.acc_stride)
         for g in range(group):
             score = float_at(block, g * at.acc_stride + slot % LANES)
             set_float(s, g * room + prefix_len + j - base, score)
@@ -652,10 +622,10 @@ def _add_prefix(tile, own, num_heads, low, high, room):
             )  # fmt: skip
             low += whole * LANES
             continue
-        block = int32_at(tile.table, b)
+        entry = tile.table + b * 4
         add_weighted(
-            s + (low - base) * 4, room, num_heads, tile.values, block * LANES + low % LANES, num,
-            block, to, at.acc_stride,
+            s + (low - base) * 4, room, num_heads, tile.values, entry, 0, 1, entry, low % LANES,
+            num, to, at.acc_stride,
         )  # fmt: skip
         low += num
 
@@ -678,9 +648,11 @@ def _add_path(tile, i, room):
             if int32_at(path, j + num) != slot + num:
                 break
             num += 1
+        entry = path + j * 4
         add_weighted(
-            s + j * 4, room, tile.group, tile.values, slot, num, slot // LANES, to, at.acc_stride
-        )
+            s + j * 4, room, tile.group, tile.values, entry, _LANE_BITS, 1, entry,
+            slot % LANES, num, to, at.acc_stride,
+        )  # fmt: skip
         j += num
 
 
@@ -697,7 +669,7 @@ def _attend_tile(tile, shape):
     if end > low:
         table = tile.table + low * 4
         _ask(tile.keys, table, end - low)
-        block_scores(at.queries, d, heads, tile.keys, table, end - low, at.scores, room)
+        block_scores(at.queries, d, heads, tile.keys, table, 0, end - low, at.scores, room)
         _ask(tile.values, table, end - low)
     for i in range(tile.num):
         _finish_scores(tile, i, room, shape)

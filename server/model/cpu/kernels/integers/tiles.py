@@ -31,7 +31,7 @@ from server.model.cpu.kernels.integers.vectors import (
     INTS,
     LANES,
     define_rows,
-    fetch_quarters,
+    fetch_share,
     figures_at,
     header,
     load_stored,
@@ -99,8 +99,8 @@ class _TileKernel:
     """Emits out[m, :PANEL] for m < rows, with one or two tiles of rows.
 
     Arguments of the emitted function, all int64: x, bytes between its rows, figures, bytes between
-    their rows, rows, panel, count, out, bytes between its rows, next panel, the quarters of it to
-    fetch, room, the row with which a second tile begins.
+    their rows, rows, panel, count, out, bytes between its rows, what to fetch (share_of), room, the
+    row with which a second tile begins.
     """
 
     def __init__(self, form: Form, row_tiles: int) -> None:
@@ -142,12 +142,12 @@ class _TileKernel:
         return b.sitofp(sums, FLOATS)
 
     def _channel(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, rows, panel, count, out, ldo, following, quarters, room, second = args
+        x, ldx, figures, ldf, rows, panel, count, out, ldo, *share, room, second = args
         size = 2 * self.form.record_bytes
         self._zero(b)
         loop = Loop(b, b.lshr(count, i64(1)), [])
         offset = b.mul(loop.index, i64(size))
-        fetch_quarters(b, following, quarters, offset, size)
+        fetch_share(b, self.form, share, b.mul(loop.index, i64(2)), 2)
         words = b.add(b.add(panel, i64(self.form.header_bytes)), offset)
         self._multiply(b, b.add(x, b.mul(loop.index, i64(2 * BLOCK))), ldx, words, second)
         loop.close([])
@@ -193,13 +193,13 @@ class _TileKernel:
         The sums of all of them are made before any is added: an accumulator is read and written
         once for them.
         """
-        x, ldx, figures, ldf, rows, panel, _, _, _, following, quarters, room, second = args
+        x, ldx, figures, ldf, rows, panel, _, _, _, *share, room, second = args
         form, per, parts = self.form, self.form.blocks_per_super, BLOCK // self.form.sub
         size = form.header_bytes + per * form.record_bytes
         offset = b.mul(b.udiv(first, i64(per)), i64(size))
         head = header(b, form, _VECTORS, b.add(panel, offset))
         offset = b.add(offset, b.mul(b.urem(first, i64(per)), i64(form.record_bytes)))
-        fetch_quarters(b, following, quarters, offset, num * form.record_bytes)
+        fetch_share(b, form, share, first, num)
         records = b.add(b.add(panel, offset), i64(form.header_bytes))
         inputs = b.add(x, b.mul(first, i64(BLOCK)))
         blocks = [b.add(records, i64(nth * form.record_bytes)) for nth in range(num)]
@@ -325,8 +325,8 @@ def _all_tiles(b: Any, form: Form, args: Any, room: Any) -> None:
     first, last = b.mul(loop.index, rows), b.sub(num_rows, rows)
     first = b.select(b.icmp_signed("<", first, last), first, last)
     own = [b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
-    quarters = share_of(b, loop.index, runs, following)
-    given = [own[0], ldx, own[1], ldf, rows, panel, count, own[2], ldo, following, quarters, room]
+    share = share_of(b, loop.index, runs, following, form, count)
+    given = [own[0], ldx, own[1], ldf, rows, panel, count, own[2], ldo, *share, room]
     with b.if_else(is_pair) as (by_two, by_one):
         with by_two:
             b.call(two, [*given, b.sub(rows, half)])

@@ -248,22 +248,27 @@ def rows_at(b: Any, address: Any, stride: Any, num_rows: int) -> list[Any]:
     return [b.add(address, b.mul(stride, i64(m))) for m in range(num_rows)]
 
 
-_QUARTERS = 4
-"""Parts of a record of the next panel, that the tiles of a panel fetch between them."""
+def _share_bytes(form: Form) -> int:
+    """Bytes of a panel for each of its records, with their part of the headers."""
+    headers = 0 if form.per_output else form.header_bytes
+    return form.record_bytes + -(-headers // form.blocks_per_super)
 
 
-def fetch_quarters(b: Any, following: Any, quarters: Any, offset: Any, num_bytes: int) -> None:
-    """Ask memory for some of num_bytes from following + offset, into the L2 cache.
+def fetch_share(b: Any, form: Form, share: list[Any], first: Any, num: int) -> None:
+    """Ask memory for what belongs to `num` records from one on of a share, into the L2 cache.
 
-    quarters: a bit for each quarter of the bytes' cache lines.
+    share: share_of's address, 0 where nothing is to be fetched, and bytes a record.
     """
-    first = b.add(following, offset)
-    lines = -(-num_bytes // 64)
-    each = -(-lines // _QUARTERS)
-    for quarter in range(_QUARTERS):
-        with b.if_then(b.icmp_signed("!=", b.and_(quarters, i64(1 << quarter)), i64(0))):
-            for line in range(quarter * each, min(lines, (quarter + 1) * each)):
-                prefetch(b, b.add(first, i64(64 * line)))
+    address, each = share
+    with b.if_then(b.icmp_signed("!=", address, i64(0))):
+        begin, num_bytes = b.add(address, b.mul(first, each)), b.mul(each, i64(num))
+        prefetch(b, begin)
+        lines, done = -(-num * _share_bytes(form) // 64), 1
+        while done < lines:
+            with b.if_then(b.icmp_signed(">", num_bytes, i64(64 * done))):
+                for line in range(done, min(lines, 2 * done)):
+                    prefetch(b, b.add(begin, i64(64 * line)))
+            done *= 2
 
 
 def header(b: Any, form: Form, vectors: int, halves: Any) -> list[list[Any]]:
@@ -296,7 +301,7 @@ class _Kernel:
 
     Arguments of the emitted function, all int64: x, bytes between its rows, figures, bytes between
     their rows, panel, column, count (blocks of the form `int8`, else super-blocks), out, bytes
-    between its rows, next panel, the quarters of it to fetch.
+    between its rows, what to fetch (share_of).
     """
 
     def __init__(self, form: Form, num_rows: int, vectors: int) -> None:
@@ -372,15 +377,14 @@ class _Kernel:
         return [splat(b, offset, INTS)] * self.vectors
 
     def _channel(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, panel, column, count, out, ldo, following, quarters = args
+        x, ldx, figures, ldf, panel, column, count, out, ldo, *share = args
         rows = rows_at(b, x, ldx, self.num_rows)
         own = [figures_at(b, row) for row in rows_at(b, figures, ldf, self.num_rows)]
         at_column = b.add(panel, b.mul(column, i64(4)))
         loop = Loop(b, count, [t for f in own for t in self._start(b, f.whole)])
         words = b.add(at_column, i64(self.form.header_bytes))
         words = b.add(words, b.mul(loop.index, i64(self.form.record_bytes)))
-        size = self.form.record_bytes
-        fetch_quarters(b, following, quarters, b.mul(loop.index, i64(size)), size)
+        fetch_share(b, self.form, share, loop.index, 1)
         inputs = self._inputs(b, rows, loop.index)
         totals = loop.close(self._sums(b, words, inputs, loop.carried, range(8)))
         targets = rows_at(b, b.add(out, b.mul(column, i64(4))), ldo, self.num_rows)
@@ -393,7 +397,7 @@ class _Kernel:
                 store(b, value, targets[m], 4 * LANES * v)
 
     def _blocks(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, panel, column, count, out, ldo, following, quarters = args
+        x, ldx, figures, ldf, panel, column, count, out, ldo, *share = args
         form = self.form
         rows = rows_at(b, x, ldx, self.num_rows)
         figure_rows = rows_at(b, figures, ldf, self.num_rows)
@@ -409,7 +413,7 @@ class _Kernel:
             offset = b.add(offset, b.mul(inner.index, i64(form.record_bytes)))
             block = b.add(block, inner.index)
             record = b.add(record, b.mul(inner.index, i64(form.record_bytes)))
-        fetch_quarters(b, following, quarters, offset, form.record_bytes)
+        fetch_share(b, form, share, block, 1)
         inputs = self._inputs(b, rows, block)
         own = [b.add(row, b.mul(block, i64(16))) for row in figure_rows]
         acc = self._record(b, record, column, head, inputs, own, (inner or outer).carried)
@@ -457,19 +461,17 @@ class _Kernel:
         return acc
 
 
-def share_of(b: Any, tile: Any, tiles: Any, following: Any) -> Any:
-    """The quarters of the next panel that one of the tiles, or of a tile's passes over columns,
-    fetches, as bits: memory is then busy for as long as the panel's rows are multiplied."""
-    before = b.block
-    with b.if_then(b.icmp_signed("!=", following, i64(0))):
-        ends = []
-        for number in (tile, b.add(tile, i64(1))):
-            ends.append(b.shl(i64(1), b.sdiv(b.mul(number, i64(_QUARTERS)), tiles)))
-        some, inside = b.sub(ends[1], ends[0]), b.block
-    quarters = b.phi(I64)
-    quarters.add_incoming(i64(0), before)
-    quarters.add_incoming(some, inside)
-    return quarters
+def share_of(b: Any, tile: Any, tiles: Any, following: Any, form: Form, count: Any) -> list[Any]:
+    """[address, bytes a record] of the stretch of the next panel that one of the tiles, or of a
+    tile's passes over columns, fetches: memory is then busy for as long as the panel's rows are
+    multiplied, and is read in order.
+
+    count: of a panel's records, or super-blocks.
+    """
+    each = b.sdiv(b.add(tiles, i64(_share_bytes(form) - 1)), tiles)
+    first = b.mul(tile, b.mul(each, b.mul(count, i64(form.blocks_per_super))))
+    asked = b.icmp_signed("!=", following, i64(0))
+    return [b.select(asked, b.add(following, first), i64(0)), each]
 
 
 def _num_whole(b: Any, left: Any, rows: int, less: int) -> Any:
@@ -528,10 +530,10 @@ def _rows(form: Form, b: Any, args: Any) -> None:
         passes = PANEL // (LANES * vectors)
         for i in range(passes):
             nth = b.add(b.mul(number, i64(passes)), i64(i))
-            quarters = share_of(b, nth, b.mul(tiles, i64(passes)), following)
+            share = share_of(b, nth, b.mul(tiles, i64(passes)), following, form, count)
             column = i64(LANES * vectors * i)
             arguments = [own[0], ldx, own[1], ldf, panel, column, count, own[2], ldo]
-            b.call(kernel, [*arguments, following, quarters])
+            b.call(kernel, [*arguments, *share])
         m.add_incoming(b.add(first, i64(rows)), b.block)
         number.add_incoming(b.add(number, i64(1)), b.block)
         b.branch(test)
