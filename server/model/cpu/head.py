@@ -31,6 +31,7 @@ from server.model.cpu.records import (
     Head,
     Int64,
     Linear,
+    Screen,
     Wanted,
     Work,
 )
@@ -50,6 +51,21 @@ class FullLogits(NamedTuple):
     places: dict[int, int]
 
 
+def with_room(screen: Screen, num_rows: int) -> Screen:
+    """The same for so many rows."""
+    states = np.zeros((num_rows, screen.order.shape[0]), np.float32)
+    return screen._replace(states=states, row_bounds=np.zeros((num_rows, 3), np.float32))
+
+
+def _no_screen(head: Linear) -> Screen:
+    """That of a head without one."""
+    none, bytes_ = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.uint8)
+    order, found = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
+    return Screen(
+        head, bytes_, order, none, none, none, 0, 0, found, np.zeros(0, np.int64)
+    )  # fmt: skip
+
+
 class FullHead:
     """The full LM head. Used from one thread at a time.
 
@@ -64,7 +80,8 @@ class FullHead:
         weights = head.record(head.empty(0), 0) if head.in_file else next(head.pieces())
         states = np.zeros((0, head.width), np.float32)
         width = -(-vocab_size // head.outputs_per_panel) * head.outputs_per_panel
-        self._record = Head(weights, states, np.zeros((0, width), np.float32), vocab_size, cap)
+        logits = np.zeros((0, width), np.float32)
+        self._record = Head(weights, states, logits, vocab_size, cap, _no_screen(weights))
 
     def widen(self, vocab_size: int) -> None:
         """Give the logits room for ids past the head's own: -inf, until somebody puts them in."""
@@ -72,6 +89,10 @@ class FullHead:
         if wide > logits.shape[1]:
             wider = np.zeros((logits.shape[0], wide), np.float32)
             self._record = self._record._replace(logits=wider)
+
+    def use(self, screen: Screen) -> None:
+        """Screen the logits of steps that want no more than the largest from now on."""
+        self._record = self._record._replace(screen=screen)
 
     def release(self) -> None:
         """Give back the logits' memory, until a step needs it."""
@@ -86,6 +107,7 @@ class FullHead:
             self._record = self._record._replace(
                 states=np.zeros((room, states.shape[1]), np.float32),
                 logits=np.zeros((room, logits.shape[1]), np.float32),
+                screen=with_room(self._record.screen, room),
             )
         return self._record
 

@@ -435,16 +435,43 @@ NO_TABLE = Table(0, 0, 0, FLOAT32, np.float32(1.0))
 """Of a runner that puts its embeddings into Scratch.x itself."""
 
 
+class Screen(NamedTuple):
+    """A coarse copy of the LM head, which tells where a row's largest logit may be
+    (kernels/screen.py).
+
+    weights: one matrix of `order`'s inputs, in panels uint8 [panels, bytes of a panel]. order:
+    int32 [coarse inputs]: which of the head's they are; [0]: there is no Screen. states: float32
+    [room, coarse inputs]. bounds: float32 [2, outputs in whole panels]: norms of what the coarse
+    weights leave of the head's, and of themselves. row_bounds: float32 [room, 3]: norms of a row's
+    inputs and of what rounding adds to them, and a logit that the largest one reaches. head_rows:
+    address of the head's rows as ggml's q8_0, row_bytes apart, which the caller keeps alive. found:
+    int32 [threads, a thread's outputs]: where a row's largest logit may be. num_exact: int64
+    [8 * threads]: at 8 * thread, how many rows of the head it has multiplied.
+    """
+
+    weights: Linear
+    panels: UInt8x2
+    order: Int32
+    states: Float32x2
+    bounds: Float32x2
+    row_bounds: Float32x2
+    head_rows: int
+    row_bytes: int
+    found: Int32x2
+    num_exact: Int64
+
+
 class Head(NamedTuple):
     """The LM head. states float32 [room, H], logits float32 [room, outputs in whole panels]: of the
     rows that have logits, in their order. Past vocab_size logits are -inf. cap: soft-capping, 0 =
-    none."""
+    none. screen: for steps that want no more than each row's largest logits."""
 
     weights: Linear
     states: Float32x2
     logits: Float32x2
     vocab_size: int
     cap: float
+    screen: Screen
 
 
 class Wanted(NamedTuple):

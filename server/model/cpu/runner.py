@@ -44,10 +44,12 @@ from server.model.cpu.records import (
     Rows,
     Scratch,
     Shape,
+    UInt8,
     Wanted,
     one_layer,
     tile_rows,
 )
+from server.model.cpu.screen import make_screen
 from server.model.cpu.threads import KernelThreads, Team
 from server.model.cpu.weights import RunnerWeights
 from server.model.draws import batch_rows, undrawn
@@ -223,6 +225,37 @@ class CpuRunner:
         self._kernel_threads = KernelThreads(team.thread_ids)
         self._in_flight: Batch | None = None
         self._last_draws: Int32 = _NOTHING  # rows of the last step that ids were drawn from
+        # A cap may make equal what was not: then the first of all that are near is the largest.
+        if weights.head_rows is not None and shape.logit_cap == 0.0:
+            self._screen(weights.head_rows)
+
+    def _screen(self, head_rows: UInt8) -> None:
+        """Give the head a Screen, for states like those of texts that the model goes on with."""
+        info = self.info
+        num, steps = 4, min(BLOCK_SIZE, info.max_model_len)
+        if num > min(info.num_blocks, info.max_num_batched_tokens):
+            return
+        rows = np.arange(num, dtype=np.int32)
+        token_ids, states = rows * (self._shape.vocab_size // num), list[Float32]()
+        self._pages.use(num)
+        self._kernel_threads.wake()
+        try:
+            for position in range(steps):
+                at, zeros = np.full(num, position, np.int32), np.zeros(num, np.int32)
+                batch = Batch(
+                    token_ids=token_ids, positions=at, seq_ids=rows, slots=rows * BLOCK_SIZE + at,
+                    prefix_len=at + 1, path_start=zeros, path_len=zeros,
+                    block_tables=rows[:, None], draw_rows=rows,
+                )  # fmt: skip
+                token_ids = np.zeros(num, np.int32)
+                self._compute(batch, Wanted(rows, token_ids, *NO_LIKELY, self._clock), None)
+                states.append(self._head.record(num).states[:num].copy())
+            half = np.concatenate(states[steps // 2 :])
+            screen = make_screen(self._head.record(half.shape[0]), head_rows, half, self._work)
+        finally:
+            self._kernel_threads.rest()
+        if screen is not None:
+            self._head.use(screen)
 
     def release(self) -> None:
         """Give back what steps of many rows have grown; the next one takes it again. Not while a

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from drafters.jit import entry_of
 
-_ATTENTION, _BLOCKS, _LINEAR, _ROWS, _SAMPLING, _STEP, _TEAM, _DELTA = (
+_ATTENTION, _BLOCKS, _LINEAR, _ROWS, _SAMPLING, _SCREEN, _STEP, _TEAM, _DELTA = (
     f"{__name__}.{name}"
     for name in (
-        "attention", "blocks", "linear", "integer_rows", "sampling", "step", "team", "delta",
+        "attention", "blocks", "linear", "integer_rows", "sampling", "screen", "step", "team",
+        "delta",
     )
 )  # fmt: skip
 
@@ -29,6 +30,8 @@ likeliest = entry_of(_SAMPLING, "likeliest")
 logprob = entry_of(_SAMPLING, "logprob")
 logprobs_at = entry_of(_SAMPLING, "logprobs_at")
 masked_argmax = entry_of(_SAMPLING, "masked_argmax")
+build_screen = entry_of(_SCREEN, "build")
+screened = entry_of(_SCREEN, "screened")
 embed_rows = entry_of(_STEP, "embed_rows")
 step = entry_of(_STEP, "step")
 serve = entry_of(_TEAM, "serve")

@@ -231,9 +231,8 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
 
 
 @borrowing
-def _prepare(x, num_rows, weights, layer, num_parts, work):
-    """The inputs of all rows as integers, while this thread's first panels (_own_first) are
-    on their way."""
+def quantise(x, num_rows, weights, layer, work):
+    """This thread's rows of a product's inputs as integers: r % threads == thread."""
     if num_rows > weights.rows.q.shape[0]:
         raise ValueError("more rows than the buffer of quantised inputs has")
     factors = 0
@@ -241,14 +240,21 @@ def _prepare(x, num_rows, weights, layer, num_parts, work):
         if work.pairs.shape[1] < weights.inputs + BLOCK:
             raise ValueError("a thread has no room for a row of spread inputs")
         factors = weights.factors.ctypes.data + layer * weights.inputs * 4
+    width = min(weights.inputs, x.shape[1])
+    pad = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
+    quantise_rows(work.thread, work.threads, num_rows, x, width, factors, weights.rows, pad)
+
+
+@borrowing
+def _prepare(x, num_rows, weights, layer, num_parts, work):
+    """The inputs of all rows as integers, while this thread's first panels (_own_first) are
+    on their way."""
     begin_items(work)
     ahead, end = _own_first(weights, layer, num_parts, work)
     early = min(ahead + _FIRST_BYTES, end)
     if early > ahead:
         fetch(ahead, early - ahead)
-    width = min(weights.inputs, x.shape[1])
-    pad = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
-    quantise_rows(work.thread, work.threads, num_rows, x, width, factors, weights.rows, pad)
+    quantise(x, num_rows, weights, layer, work)
     barrier_reading(work, early, end)
 
 

@@ -25,6 +25,7 @@ from server.model.cpu.kernels.delta import tap_sums
 from server.model.cpu.kernels.linear import gated_linear, linear
 from server.model.cpu.kernels.lora import add_lora, gated_linear_lora
 from server.model.cpu.kernels.sampling import argmax, is_finite_row, likeliest_of
+from server.model.cpu.kernels.screen import screened_linear
 from server.model.cpu.kernels.team import barrier, now, run
 from server.model.cpu.kernels.vectors import (
     bfloat_at,
@@ -266,7 +267,10 @@ def _head_share(hidden, head, wanted, work):
     for i in range(work.thread, num, work.threads):
         for j in range(hidden.shape[1]):
             head.states[i, j] = hidden[wanted.rows[i], j]
-    linear(head.states, num, head.weights, 0, head.logits, work)
+    if wanted.greedy.shape[0] > 0 and head.screen.order.shape[0] > 0:
+        screened_linear(num, head, work)
+    else:
+        linear(head.states, num, head.weights, 0, head.logits, work)
     for i in range(work.thread, num, work.threads):
         logits = head.logits[i]
         if head.cap > 0.0:

@@ -1,0 +1,278 @@
+"""The largest logit without most of the LM head: a coarse head of 4 bits bounds every logit, and
+of the head itself only those rows are multiplied whose logit may be the largest.
+
+Of each output the coarse head has W', and what lies between it and the head's row W is the rest R.
+With the inputs x as the head's product has them, and x' as the coarse one's has them
+(Cauchy-Schwarz):
+
+    W x  <=  W' x' + |R| |x| + |W'| |x' - x|
+
+Inputs are sorted by size, so that a block of 32 has inputs alike, and the largest ones come twice:
+the second time with what 4 bits have left of their weights. |R| and |x| count these TWICE times and
+by its inverse, which changes no product of the two. What float32 rounds in sums is far less than
+_ROUNDING of the norms. So a row's argmax is the head's own, ties included, and so are all logits
+that may be as large; the others are the coarse head's.
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from drafters.jit import borrowing, entry_run_by
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL
+from server.model.cpu.kernels.integer_linear import (
+    call_kernel,
+    integer_linear,
+    quantise,
+)
+from server.model.cpu.kernels.ir import (
+    F32,
+    I8,
+    I32,
+    I64,
+    Loop,
+    at,
+    call,
+    floats,
+    fma,
+    i32,
+    i64,
+    load,
+    load_halves,
+    splat,
+    to_half,
+    word,
+)
+from server.model.cpu.kernels.sampling import argmax
+from server.model.cpu.kernels.team import barrier, own_words, run
+from server.model.cpu.kernels.vectors import fetch, float_at, half_at, set_float
+from server.model.cpu.records import (
+    JOB_ITEMS,
+    LANES,
+    Activations,
+    Float32x2,
+    Head,
+    Int32,
+    Linear,
+    UInt8x2,
+    Work,
+)
+
+COARSE = BY_NAME["q4_0"]
+"""The coarse head's form."""
+
+TWICE = 16.0
+"""By how much less is left of the weights of inputs that come twice."""
+
+_ROUNDING = 1e-4
+_UP = 1.0 + 1e-5  # norms are rounded up
+_RECORD, _LOW, _ZERO = COARSE.record_bytes, COARSE.low_bytes, COARSE.zero
+
+
+@word(int, int, int, int, int, np.float32, np.float32, np.float32)
+def _may_reach(
+    b: Any, logits: Any, rests: Any, sizes: Any, num: Any, size: Any, off: Any, least: Any
+) -> Any:
+    """1 where any of 16 * num coarse logits at an address may be `least` or more, else 0."""
+    kind = ir.VectorType(ir.IntType(1), LANES)
+    x, r, s = floats(b, logits), floats(b, rests), floats(b, sizes)
+    loop = Loop(b, num, [ir.Constant(kind, [0] * LANES)])
+    here = b.mul(loop.index, i64(LANES))
+    most = fma(b, load(b, s, here), splat(b, off), load(b, x, here))
+    most = fma(b, load(b, r, here), splat(b, size), most)
+    reaches = b.fcmp_unordered(">=", most, splat(b, least))  # NaN may
+    (found,) = loop.close([b.or_(loop.carried[0], reaches)])
+    mask = b.bitcast(found, ir.IntType(LANES))
+    return b.zext(b.icmp_unsigned("!=", mask, ir.Constant(mask.type, 0)), I64)
+
+
+@word(int, np.float32)
+def _half_bits(b: Any, x: Any) -> Any:
+    """Those of the float16 nearest to x."""
+    return b.zext(to_half(b, x), I64)
+
+
+@borrowing
+def _coarse_block(order, block, num_inputs, out, at, room, own):
+    """Write a block of a coarse panel, whose record begins at byte `at` of `out`. room: address of
+    the head's rows [num_inputs, PANEL], of the rests in order [num_inputs, PANEL], of PANEL scales,
+    PANEL inverse ones and PANEL sums of squares; own: where these begin."""
+    for o in range(PANEL):
+        set_float(room, own + o, np.float32(0.0))
+    for j in range(block * BLOCK, (block + 1) * BLOCK):
+        row = order[j] if j < num_inputs else j
+        for o in range(PANEL):
+            x, top = float_at(room, row * PANEL + o), float_at(room, own + o)
+            set_float(room, own + o, x if abs(x) > abs(top) else top)
+    for o in range(PANEL):
+        bits = _half_bits(float_at(room, own + o) * np.float32(-1.0 / _ZERO))
+        out[at + _LOW + 2 * o] = bits & 255
+        out[at + _LOW + 2 * o + 1] = bits >> 8
+        scale = half_at(out.ctypes.data + at + _LOW, o)
+        set_float(room, own + o, scale)
+        inverse = np.float32(1.0) / scale if scale != 0.0 else np.float32(0.0)
+        set_float(room, own + PANEL + o, inverse)
+    for i in range(BLOCK):
+        j = block * BLOCK + i
+        row = order[j] if j < num_inputs else j
+        rest = num_inputs + (j if j < num_inputs else j - num_inputs)
+        byte, shift = at + i % 16 // 4 * 4 * PANEL + i % 4, i // 16 * 4
+        for o in range(PANEL):
+            x, scale = float_at(room, row * PANEL + o), float_at(room, own + o)
+            n = np.rint(x * float_at(room, own + PANEL + o))
+            n = max(np.float32(-_ZERO), min(np.float32(_ZERO - 1), n))
+            near = n * scale
+            set_float(room, rest * PANEL + o, x - near)
+            total = float_at(room, own + 2 * PANEL + o)
+            set_float(room, own + 2 * PANEL + o, total + near * near)
+            out[byte + 4 * o] |= (int(n) + _ZERO) << shift
+
+
+@entry_run_by(run)
+@borrowing
+def build(
+    thread: int, head: Linear, unit: Activations, order: Int32, panels: UInt8x2, bounds: Float32x2,
+    room: Float32x2, work: Work,
+) -> None:  # fmt: skip
+    """Write a coarse head, and bounds (records.Screen). head: of one matrix. unit: a row for each
+    input, 1 there and 0 elsewhere. panels: zeroed. room: float32 [threads, `room_of`]."""
+    own = Work(work.sync, work.pairs, work.threads, thread)
+    words = own_words(own)
+    job = work.sync[words : words + JOB_ITEMS]
+    num, parts = head.inputs, head.parts
+    at, sums = room[thread].ctypes.data, 2 * num * PANEL
+    twice = order.shape[0] - num
+    for p in range(thread, panels.shape[0], work.threads):
+        job[0], job[1] = unit.q.ctypes.data, unit.q.shape[1]
+        job[2], job[3] = unit.figures.ctypes.data, unit.figures.shape[1] * 16
+        job[4], job[5], job[6] = num, parts[0, 0, 0] + p * parts[0, 0, 2], parts[0, 0, 3]
+        job[7], job[8], job[9], job[10] = at, PANEL * 4, 0, head.tile_rows
+        call_kernel(parts[0, 0, 1], job.ctypes.data)
+        for o in range(3 * PANEL):
+            set_float(at, sums + o, np.float32(0.0))
+        for block in range(order.shape[0] // BLOCK):
+            _coarse_block(order, block, num, panels[p], block * _RECORD, at, sums)
+        for o in range(PANEL):
+            total = 0.0
+            for j in range(num):
+                rest = float_at(at, (num + j) * PANEL + o) * (TWICE if j < twice else 1.0)
+                total += rest * rest
+            bounds[0, p * PANEL + o] = math.sqrt(total) * _UP
+            bounds[1, p * PANEL + o] = math.sqrt(float_at(at, sums + 2 * PANEL + o)) * _UP
+
+
+@borrowing
+def _coarse_inputs(row, head, screen):
+    """A row of the coarse head's inputs, from those of the head, which are integers."""
+    weights, order = head.weights, screen.order
+    q, figures = weights.rows.q, weights.rows.figures
+    scales = figures.ctypes.data + row * figures.shape[1] * 16
+    for j in range(order.shape[0]):
+        k = order[j]
+        screen.states[row, j] = float_at(scales, 4 * (k // BLOCK)) * q[row, k]
+
+
+@borrowing
+def _bound(row, head, screen):
+    """(|x|, |x' - x|) of a row, for the bounds of its logits."""
+    rows, num = screen.weights.rows, head.weights.inputs
+    twice = screen.order.shape[0] - num
+    scales = rows.figures.ctypes.data + row * rows.figures.shape[1] * 16
+    size, off, whole = 0.0, 0.0, 0.0
+    for j in range(screen.order.shape[0]):
+        x = screen.states[row, j]
+        away = x - float_at(scales, 4 * (j // BLOCK)) * rows.q[row, j]
+        off += away * away
+        whole += x * x
+        if j < num:
+            x = x / TWICE if j < twice else x
+            size += x * x
+    return math.sqrt(size) * _UP, math.sqrt(off) * _UP + _ROUNDING * math.sqrt(whole)
+
+
+@word(np.float32, int, int, int, int)
+def _exact(b: Any, row: Any, q: Any, figures: Any, num: Any) -> Any:
+    """A row of the head, `num` blocks of ggml's q8_0, times a row of inputs: all are addresses. The
+    bits are those of the form's kernel (integers/vectors.py)."""
+    loop = Loop(b, num, [ir.Constant(F32, 0.0)])
+    block = b.add(row, b.mul(loop.index, i64(2 + BLOCK)))
+    bytes_, wide = ir.VectorType(I8, BLOCK), ir.VectorType(I32, BLOCK)
+    inputs = at(b, b.add(q, b.mul(loop.index, i64(BLOCK))), 0, bytes_, 1)
+    products = b.mul(b.sext(at(b, block, 2, bytes_, 1), wide), b.sext(inputs, wide))
+    total = call(b, f"llvm.vector.reduce.add.v{BLOCK}i32", I32, [products])
+    scale = b.extract_element(load_halves(b, block, 0, 1), i32(0))
+    factor = b.fmul(scale, at(b, b.add(figures, b.mul(loop.index, i64(16))), 0, F32, 4))
+    operands = [b.sitofp(total, F32), factor, loop.carried[0]]
+    (found,) = loop.close([call(b, "llvm.fma.f32", F32, operands)])
+    return found
+
+
+@borrowing
+def _exact_logit(row, output, head):
+    """Logit of an output, as the head's product gives it."""
+    rows, screen = head.weights.rows, head.screen
+    figures = rows.figures.ctypes.data + row * rows.figures.shape[1] * 16
+    q = rows.q.ctypes.data + row * rows.q.shape[1]
+    own = screen.head_rows + output * screen.row_bytes
+    return _exact(own, q, figures, rows.figures.shape[1])
+
+
+@borrowing
+def _candidates(row, head, work):
+    """How many outputs of this thread's panels may have a row's largest logit. They are written to
+    Screen.found, and their rows of the head asked of memory: they lie anywhere."""
+    screen = head.screen
+    size, off = screen.row_bounds[row, 0], screen.row_bounds[row, 1]
+    least, found, num = screen.row_bounds[row, 2], screen.found[work.thread], 0
+    logits = head.logits[row].ctypes.data
+    rests = screen.bounds.ctypes.data
+    sizes = rests + screen.bounds.shape[1] * 4
+    for p in range(work.thread, screen.bounds.shape[1] // PANEL, work.threads):
+        here, vectors = 4 * PANEL * p, PANEL // LANES
+        if _may_reach(logits + here, rests + here, sizes + here, vectors, size, off, least) == 0:
+            continue
+        for o in range(PANEL * p, PANEL * (p + 1)):
+            most = float_at(rests, o) * size + float_at(sizes, o) * off + float_at(logits, o)
+            if not most < least and o < head.vocab_size:
+                fetch(screen.head_rows + o * screen.row_bytes, screen.row_bytes)
+                found[num] = o
+                num += 1
+    return num
+
+
+@borrowing
+def screened_linear(num_rows, head, work):
+    """Logits of the first num_rows of a Head's states: the head's own wherever one may be a row's
+    largest, elsewhere those of its Screen. Called as linear.linear is."""
+    screen, logits = head.screen, head.logits
+    quantise(head.states, num_rows, head.weights, 0, work)
+    for i in range(work.thread, num_rows, work.threads):
+        _coarse_inputs(i, head, screen)
+    integer_linear(screen.states, num_rows, screen.weights, 0, logits, work)
+    for i in range(work.thread, num_rows, work.threads):
+        for j in range(head.vocab_size, logits.shape[1]):
+            logits[i, j] = -np.inf
+        size, off = _bound(i, head, screen)
+        screen.row_bounds[i, 0], screen.row_bounds[i, 1] = size, off
+        screen.row_bounds[i, 2] = _exact_logit(i, argmax(logits[i]), head)
+    barrier(work)
+    for i in range(num_rows):
+        num = _candidates(i, head, work)
+        found = screen.found[work.thread]
+        for k in range(num):
+            logits[i, found[k]] = _exact_logit(i, found[k], head)
+        screen.num_exact[8 * work.thread] += num
+    barrier(work)
+
+
+@entry_run_by(run)
+@borrowing
+def screened(thread: int, num_rows: int, head: Head, work: Work) -> None:
+    """`screened_linear` alone."""
+    screened_linear(num_rows, head, Work(work.sync, work.pairs, work.threads, thread))
