@@ -236,6 +236,7 @@ class CostTable:
         long_len: int = 512,
         repeats: int = 3,
         limit_s: float = 0.25,
+        body: Prober | None = None,
     ) -> CostTable:
         """Measure on the real runner, in `repeats` passes over the row counts.
 
@@ -245,7 +246,7 @@ class CostTable:
         the first row count whose step takes longer than limit_s is the last one: without a figure
         for 8 rows a slow or busy machine would never draft, and so never measure again. The KV term
         is the slope between short_len and long_len keys at 8 rows (0 where long_len is not above
-        short_len).
+        short_len). body: the prober of that, where there is one without the LM head.
         """
         prober(1, short_len)  # the first step pays for allocations and compilation
         least: dict[int, float] = {}
@@ -263,8 +264,9 @@ class CostTable:
         key_s = 0.0
         num = min(8, rows[-1])
         if long_len > short_len:
-            near = min(prober(num, short_len) for _ in range(repeats))
-            far = min(prober(num, long_len) for _ in range(repeats))
+            alone = body or prober
+            near = min(alone(num, short_len) for _ in range(repeats))
+            far = min(alone(num, long_len) for _ in range(repeats))
             key_s = max(0.0, far - near) / (num * (long_len - short_len))
         base = [max(s - key_s * r * short_len, 1e-9) for r, s in zip(rows, seconds, strict=True)]
         return CostTable(rows, base, key_s)

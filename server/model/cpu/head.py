@@ -53,17 +53,19 @@ class FullLogits(NamedTuple):
 
 def with_room(screen: Screen, num_rows: int) -> Screen:
     """The same for so many rows."""
-    states = np.zeros((num_rows, screen.order.shape[0]), np.float32)
-    return screen._replace(states=states, row_bounds=np.zeros((num_rows, 3), np.float32))
+    return screen._replace(
+        states=np.zeros((num_rows, screen.order.shape[0]), np.float32),
+        row_bounds=np.zeros((num_rows, 3), np.float32),
+        found=np.zeros((screen.found.shape[0], screen.limit * num_rows), np.int64),
+    )
 
 
 def _no_screen(head: Linear) -> Screen:
     """That of a head without one."""
     none, bytes_ = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.uint8)
-    order, found = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
-    return Screen(
-        head, bytes_, order, none, none, none, 0, 0, found, np.zeros(0, np.int64)
-    )  # fmt: skip
+    order, found = np.zeros(0, np.int32), np.zeros((0, 0), np.int64)
+    num_found = np.zeros(0, np.int64)
+    return Screen(head, bytes_, order, none, none, none, 0, 0, 0, found, num_found)
 
 
 class FullHead:

@@ -444,9 +444,11 @@ class Screen(NamedTuple):
     [room, coarse inputs]. bounds: float32 [2, outputs in whole panels]: norms of what the coarse
     weights leave of the head's, and of themselves. row_bounds: float32 [room, 3]: norms of a row's
     inputs and of what rounding adds to them, and a logit that the largest one reaches. head_rows:
-    address of the head's rows as ggml's q8_0, row_bytes apart, which the caller keeps alive. found:
-    int32 [threads, a thread's outputs]: where a row's largest logit may be. num_exact: int64
-    [8 * threads]: at 8 * thread, how many rows of the head it has multiplied.
+    address of the head's rows as ggml's q8_0, row_bytes apart, which the caller keeps alive. limit:
+    of rows that a thread multiplies for each row of a step; with more the whole head is multiplied.
+    found: int64 [threads, limit * room]: (row << 32 | output), where a largest logit may be.
+    num_found: int64 [8 * threads]: at 8 * thread, how many there were in the last step, or more
+    than the limit.
     """
 
     weights: Linear
@@ -457,8 +459,9 @@ class Screen(NamedTuple):
     row_bounds: Float32x2
     head_rows: int
     row_bytes: int
-    found: Int32x2
-    num_exact: Int64
+    limit: int
+    found: Int64x2
+    num_found: Int64
 
 
 class Head(NamedTuple):
@@ -477,8 +480,9 @@ class Head(NamedTuple):
 class Wanted(NamedTuple):
     """What a step gives. rows int32 [n]: those with logits. greedy int32 [n]: filled with their
     argmax, FAILED for one that is not finite; [0]: nothing is drawn. likely_ids int32, chances
-    float32 [n, K]: filled as a Likely (engine/batch.py); [0, 0]: none are wanted. clock int64 [2]:
-    filled with nanoseconds of time.perf_counter_ns at the head's beginning and end."""
+    float32 [n, K]: filled as a Likely (engine/batch.py), with a Screen by its logits of ids that
+    have no chance to speak of; [0, 0]: none are wanted. clock int64 [2]: filled with nanoseconds of
+    time.perf_counter_ns at the head's beginning and end."""
 
     rows: Int32
     greedy: Int32

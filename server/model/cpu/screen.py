@@ -9,20 +9,19 @@ import numpy as np
 
 from server.model.cpu import kernels
 from server.model.cpu.head import with_room
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL
+from server.model.cpu.integers.forms import BLOCK, COARSE, PANEL
 from server.model.cpu.integers.packed import integer_linear
 from server.model.cpu.integers.weights import Part
 from server.model.cpu.linear import activations, aligned
 from server.model.cpu.records import Activations, Float32, Head, Int32, Linear, Screen, UInt8, Work
 
-_COARSE = BY_NAME["q4_0"]
-
 _TWICE = 2
 """Blocks of the largest inputs, which come twice. Of SmolLM2's outputs 0.5 % may then be the
 largest, with 1 block 0.8 %, for 5 % fewer bytes."""
 
-_MOST_EXACT = 0.05
-"""Of a head's outputs: with more, no Screen is worth its own product."""
+_FEW = 48
+"""Of a head's outputs, one of so many may be a row's largest before all are multiplied: of texts
+that models write, ten times fewer are."""
 
 
 def make_screen(
@@ -39,8 +38,8 @@ def make_screen(
     order = np.concatenate((order, order[: _TWICE * BLOCK]))
     screen = with_room(_coarse(head.weights, rows, order, work), num)
     kernels.screened(num, head._replace(screen=screen), work)
-    num_exact = screen.num_exact[::8].sum()
-    return screen if always or num_exact <= _MOST_EXACT * num * head.vocab_size else None
+    pays = screen.num_found[::8].max() <= screen.limit * num
+    return screen if always or pays else None
 
 
 def _inputs(rows: Activations, num: int) -> Float32:
@@ -67,18 +66,20 @@ def _unit(num_inputs: int) -> Activations:
 def _coarse(head: Linear, head_rows: UInt8, order: Int32, work: Work) -> Screen:
     """The coarse copy of a head, and its bounds."""
     num_panels = -(-head.outputs // PANEL)
-    size = _COARSE.panel_bytes(order.shape[0])
+    size = COARSE.panel_bytes(order.shape[0])
     panels = aligned(num_panels * size).reshape(num_panels, size)
     bounds = np.zeros((2, num_panels * PANEL), np.float32)
     room = np.zeros((work.threads, (2 * head.inputs + 3) * PANEL), np.float32)
     unit = _unit(head.inputs)
     kernels.build_screen(head, unit, order, panels, bounds, room, work)
-    part = Part(_COARSE, order.shape[0], num_panels * PANEL, panels)
+    part = Part(COARSE, order.shape[0], num_panels * PANEL, panels)
     rows = activations(head.rows.q.shape[0], order.shape[0])
     weights = integer_linear([[part]], rows, np.zeros((1, 0), np.float32))
     none, own = np.zeros((0, 0), np.float32), head_rows.ctypes.data
-    found = np.zeros((work.threads, -(-num_panels // work.threads) * PANEL), np.int32)
-    num_exact = np.zeros(8 * work.threads, np.int64)
+    limit = -(-head.outputs // (_FEW * work.threads))
+    found = np.zeros((work.threads, 0), np.int64)
+    num_found = np.zeros(8 * work.threads, np.int64)
     return Screen(
-        weights, panels, order, none, bounds, none, own, head_rows.strides[0], found, num_exact
+        weights, panels, order, none, bounds, none, own, head_rows.strides[0], limit, found,
+        num_found,
     )  # fmt: skip

@@ -103,7 +103,7 @@ def test_most_of_the_head_is_left_alone() -> None:
     rows = _rows(weights)
     head, work = _head(rows)
     screen = make_screen(head, rows, states, work)
-    assert screen is not None and screen.num_exact[::8].sum() < 0.05 * ROOM * 4096
+    assert screen is not None and screen.num_found[::8].sum() < 0.02 * ROOM * 4096
     # Where all logits are alike, all rows would be multiplied twice.
     rows = _rows(weights[:1] + 0.01 * weights)
     head, work = _head(rows)

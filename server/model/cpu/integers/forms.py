@@ -121,6 +121,9 @@ FORMS: tuple[Form, ...] = (
 
 BY_NAME: dict[str, Form] = {form.name: form for form in FORMS}
 
+COARSE = BY_NAME["q4_0"]
+"""That of a Screen's weights (kernels/screen.py)."""
+
 
 def padded_inputs(form: Form, num_inputs: int) -> int:
     """num_inputs rounded up to whole super-blocks; what is added multiplies zeros."""

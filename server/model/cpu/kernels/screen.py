@@ -8,10 +8,11 @@ With the inputs x as the head's product has them, and x' as the coarse one's has
     W x  <=  W' x' + |R| |x| + |W'| |x' - x|
 
 Inputs are sorted by size, so that a block of 32 has inputs alike, and the largest ones come twice:
-the second time with what 4 bits have left of their weights. |R| and |x| count these TWICE times and
+the second time with what 4 bits have left of their weights. |R| and |x| count these _LESS times and
 by its inverse, which changes no product of the two. What float32 rounds in sums is far less than
 _ROUNDING of the norms. So a row's argmax is the head's own, ties included, and so are all logits
-that may be as large; the others are the coarse head's.
+that may be as large; the others are the coarse head's. Where a step's logits are so flat that too
+many may be, the head is multiplied as if it had no Screen.
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
@@ -25,7 +26,7 @@ import numpy as np
 from llvmlite import ir
 
 from drafters.jit import borrowing, entry_run_by
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL
+from server.model.cpu.integers.forms import BLOCK, COARSE, PANEL
 from server.model.cpu.kernels.integer_linear import (
     call_kernel,
     integer_linear,
@@ -64,14 +65,9 @@ from server.model.cpu.records import (
     Work,
 )
 
-COARSE = BY_NAME["q4_0"]
-"""The coarse head's form."""
-
-TWICE = 16.0
-"""By how much less is left of the weights of inputs that come twice."""
-
+_LESS = 16.0  # is left of the weights of inputs that come twice than of the others'
 _ROUNDING = 1e-4
-_UP = 1.0 + 1e-5  # norms are rounded up
+_UP = 1.0 + 1e-4  # by which norms are rounded up
 _RECORD, _LOW, _ZERO = COARSE.record_bytes, COARSE.low_bytes, COARSE.zero
 
 
@@ -141,7 +137,8 @@ def build(
     room: Float32x2, work: Work,
 ) -> None:  # fmt: skip
     """Write a coarse head, and bounds (records.Screen). head: of one matrix. unit: a row for each
-    input, 1 there and 0 elsewhere. panels: zeroed. room: float32 [threads, `room_of`]."""
+    input, 1 there and 0 elsewhere. panels: zeroed. room: float32 [threads, 32 * (2 * inputs + 3)].
+    """
     own = Work(work.sync, work.pairs, work.threads, thread)
     words = own_words(own)
     job = work.sync[words : words + JOB_ITEMS]
@@ -161,7 +158,7 @@ def build(
         for o in range(PANEL):
             total = 0.0
             for j in range(num):
-                rest = float_at(at, (num + j) * PANEL + o) * (TWICE if j < twice else 1.0)
+                rest = float_at(at, (num + j) * PANEL + o) * (_LESS if j < twice else 1.0)
                 total += rest * rest
             bounds[0, p * PANEL + o] = math.sqrt(total) * _UP
             bounds[1, p * PANEL + o] = math.sqrt(float_at(at, sums + 2 * PANEL + o)) * _UP
@@ -191,7 +188,7 @@ def _bound(row, head, screen):
         off += away * away
         whole += x * x
         if j < num:
-            x = x / TWICE if j < twice else x
+            x = x / _LESS if j < twice else x
             size += x * x
     return math.sqrt(size) * _UP, math.sqrt(off) * _UP + _ROUNDING * math.sqrt(whole)
 
@@ -224,12 +221,13 @@ def _exact_logit(row, output, head):
 
 
 @borrowing
-def _candidates(row, head, work):
-    """How many outputs of this thread's panels may have a row's largest logit. They are written to
-    Screen.found, and their rows of the head asked of memory: they lie anywhere."""
+def _candidates(row, head, work, num, limit):
+    """Write where a row's largest logit may be, of this thread's panels, behind the first `num` of
+    Screen.found, and ask memory for these rows of the head, which lie anywhere; how many there are
+    then, or more than `limit`."""
     screen = head.screen
     size, off = screen.row_bounds[row, 0], screen.row_bounds[row, 1]
-    least, found, num = screen.row_bounds[row, 2], screen.found[work.thread], 0
+    least, found = screen.row_bounds[row, 2], screen.found[work.thread]
     logits = head.logits[row].ctypes.data
     rests = screen.bounds.ctypes.data
     sizes = rests + screen.bounds.shape[1] * 4
@@ -240,8 +238,10 @@ def _candidates(row, head, work):
         for o in range(PANEL * p, PANEL * (p + 1)):
             most = float_at(rests, o) * size + float_at(sizes, o) * off + float_at(logits, o)
             if not most < least and o < head.vocab_size:
+                if num >= limit:
+                    return limit + 1
                 fetch(screen.head_rows + o * screen.row_bytes, screen.row_bytes)
-                found[num] = o
+                found[num] = row << 32 | o
                 num += 1
     return num
 
@@ -262,12 +262,22 @@ def screened_linear(num_rows, head, work):
         screen.row_bounds[i, 0], screen.row_bounds[i, 1] = size, off
         screen.row_bounds[i, 2] = _exact_logit(i, argmax(logits[i]), head)
     barrier(work)
+    limit, num = screen.limit * num_rows, 0
     for i in range(num_rows):
-        num = _candidates(i, head, work)
-        found = screen.found[work.thread]
-        for k in range(num):
-            logits[i, found[k]] = _exact_logit(i, found[k], head)
-        screen.num_exact[8 * work.thread] += num
+        if num <= limit:
+            num = _candidates(i, head, work, num, limit)
+    screen.num_found[8 * work.thread] = num
+    barrier(work)
+    most = 0
+    for thread in range(work.threads):
+        most = max(most, screen.num_found[8 * thread])
+    if most > limit:
+        integer_linear(head.states, num_rows, head.weights, 0, logits, work)
+        return
+    found = screen.found[work.thread]
+    for k in range(num):
+        row, output = found[k] >> 32, found[k] & 0xFFFFFFFF
+        logits[row, output] = _exact_logit(row, output, head)
     barrier(work)
 
 
