@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 
 from server.errors import ModelError, UnsupportedModelError
+from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
 from server.model.gguf_config import BY_TRANSFORMERS, config_values
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
+from server.types import EngineSizes
 from tests.model import gguf_generic_models as generic
+from tests.model.batches import BatchBuilder, Pages, draw_params, run
 from tests.model.families import served, tokens, truth
 from tests.model.gguf_models import MODELS, VOCAB_SIZE, finish, write
 
@@ -53,6 +57,24 @@ def test_a_file_gives_transformers_logits_in_both_forms(family: str, tmp_path: P
         np.testing.assert_allclose(weights.floats(name), state[name].numpy(), atol=2e-7)
     error = np.abs(served(folder, IDS, VOCAB_SIZE) - want)
     assert 0.0 < float(error.mean()) < 0.2  # of the activations, which are rounded to 8 bits
+
+
+def test_greedy_ids_are_those_of_all_logits_where_few_rows_fit_a_step(tmp_path: Path) -> None:
+    family, num = next(iter(MODELS)), 4
+    write(MODELS[family], MODELS[family].build(), tmp_path / "blocks.gguf", "Q8_0")
+    folder = model_folder(str(tmp_path / "blocks.gguf"), "file")
+    want = served(folder, IDS, VOCAB_SIZE).argmax(axis=1).tolist()
+    sizes = EngineSizes(max_num_seqs=2, max_num_batched_tokens=num, kv_bytes=8 << 20)
+    spec, got = RunnerSpec("tiny", str(folder), sizes=sizes, max_model_len=96), list[int]()
+    with closing(build_runner(spec)) as runner:
+        table = Pages(runner.info.num_blocks).sequence(len(IDS))
+        for first in range(0, len(IDS), num):
+            builder = BatchBuilder()
+            params = builder.add_params(draw_params())
+            for row in builder.add_rows(table, IDS[first : first + num], first):
+                builder.draw(row, params)
+            got += run(runner, builder.build()).token_ids.tolist()
+    assert got == want
 
 
 @pytest.mark.parametrize("name", list(generic.MODELS))

@@ -250,7 +250,7 @@ class CpuRunner:
                 token_ids = np.zeros(num, np.int32)
                 self._compute(batch, Wanted(rows, token_ids, *NO_LIKELY, self._clock), None)
                 states.append(self._head.record(num).states[:num].copy())
-            half = np.concatenate(states[steps // 2 :])
+            half = np.concatenate(states[steps // 2 :])[: info.max_num_batched_tokens]
             screen = make_screen(self._head.record(half.shape[0]), head_rows, half, self._work)
         finally:
             self._kernel_threads.rest()
