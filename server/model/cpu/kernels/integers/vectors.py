@@ -257,7 +257,7 @@ def _share_bytes(form: Form) -> int:
 def fetch_share(b: Any, form: Form, share: list[Any], first: Any, num: int) -> None:
     """Ask memory for what belongs to `num` records from one on of a share, into the L2 cache.
 
-    share: share_of's address, 0 where nothing is to be fetched, and bytes a record.
+    share: share_of's address, 0 where nothing is to be fetched, and bytes a record, whole lines.
     """
     address, each = share
     with b.if_then(b.icmp_signed("!=", address, i64(0))):
@@ -468,9 +468,12 @@ def share_of(b: Any, tile: Any, tiles: Any, following: Any, form: Form, count: A
 
     count: of a panel's records, or super-blocks.
     """
-    each = b.sdiv(b.add(tiles, i64(_share_bytes(form) - 1)), tiles)
-    first = b.mul(tile, b.mul(each, b.mul(count, i64(form.blocks_per_super))))
+    size, records = _share_bytes(form), b.mul(count, i64(form.blocks_per_super))
+    each = b.sdiv(b.add(tiles, i64(size - 1)), tiles)
+    each = b.and_(b.add(each, i64(63)), i64(-64))  # whole lines: none is asked for twice
+    first = b.mul(tile, b.mul(each, records))
     asked = b.icmp_signed("!=", following, i64(0))
+    asked = b.and_(asked, b.icmp_signed("<", first, b.mul(records, i64(size))))
     return [b.select(asked, b.add(following, first), i64(0)), each]
 
 
