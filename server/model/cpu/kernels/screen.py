@@ -26,12 +26,9 @@ import numpy as np
 from llvmlite import ir
 
 from drafters.jit import borrowing, entry_run_by
-from server.model.cpu.integers.forms import BLOCK, COARSE, PANEL
-from server.model.cpu.kernels.integer_linear import (
-    call_kernel,
-    integer_linear,
-    quantise,
-)
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, COARSE, PANEL
+from server.model.cpu.kernels.blocks import block_row
+from server.model.cpu.kernels.integer_linear import integer_linear, quantise
 from server.model.cpu.kernels.ir import (
     F32,
     I8,
@@ -51,41 +48,26 @@ from server.model.cpu.kernels.ir import (
     word,
 )
 from server.model.cpu.kernels.sampling import argmax
-from server.model.cpu.kernels.team import barrier, own_words, run
+from server.model.cpu.kernels.team import barrier, run
 from server.model.cpu.kernels.vectors import fetch, float_at, half_at, set_float
-from server.model.cpu.records import (
-    JOB_ITEMS,
-    LANES,
-    Activations,
-    Float32x2,
-    Head,
-    Int32,
-    Linear,
-    UInt8x2,
-    Work,
-)
+from server.model.cpu.records import LANES, Float32x2, Head, Screen, Work
 
 _LESS = 16.0  # is left of the weights of inputs that come twice than of the others'
 _ROUNDING = 1e-4
 _UP = 1.0 + 1e-4  # by which norms are rounded up
 _RECORD, _LOW, _ZERO = COARSE.record_bytes, COARSE.low_bytes, COARSE.zero
+_STORED = BY_NAME["q8_0"].number
 
 
-@word(int, int, int, int, int, np.float32, np.float32, np.float32)
-def _may_reach(
-    b: Any, logits: Any, rests: Any, sizes: Any, num: Any, size: Any, off: Any, least: Any
-) -> Any:
-    """1 where any of 16 * num coarse logits at an address may be `least` or more, else 0."""
-    kind = ir.VectorType(ir.IntType(1), LANES)
-    x, r, s = floats(b, logits), floats(b, rests), floats(b, sizes)
-    loop = Loop(b, num, [ir.Constant(kind, [0] * LANES)])
-    here = b.mul(loop.index, i64(LANES))
-    most = fma(b, load(b, s, here), splat(b, off), load(b, x, here))
-    most = fma(b, load(b, r, here), splat(b, size), most)
-    reaches = b.fcmp_unordered(">=", most, splat(b, least))  # NaN may
-    (found,) = loop.close([b.or_(loop.carried[0], reaches)])
-    mask = b.bitcast(found, ir.IntType(LANES))
-    return b.zext(b.icmp_unsigned("!=", mask, ir.Constant(mask.type, 0)), I64)
+@word(int, int, int, int, np.float32, np.float32, np.float32)
+def _reaching(
+    b: Any, logits: Any, rests: Any, sizes: Any, size: Any, off: Any, least: Any
+) -> Any:  # fmt: skip
+    """Which of 16 coarse logits at an address may be `least` or more, as bits; NaN may."""
+    x, r, s = (load(b, floats(b, address), i64(0)) for address in (logits, rests, sizes))
+    most = fma(b, r, splat(b, size), fma(b, s, splat(b, off), x))
+    reaches = b.fcmp_unordered(">=", most, splat(b, least))
+    return b.zext(b.bitcast(reaches, ir.IntType(LANES)), I64)
 
 
 @word(int, np.float32)
@@ -133,28 +115,25 @@ def _coarse_block(order, block, num_inputs, out, at, room, own):
 @entry_run_by(run)
 @borrowing
 def build(
-    thread: int, head: Linear, unit: Activations, order: Int32, panels: UInt8x2, bounds: Float32x2,
-    room: Float32x2, work: Work,
-) -> None:  # fmt: skip
-    """Write a coarse head, and bounds (records.Screen). head: of one matrix. unit: a row for each
-    input, 1 there and 0 elsewhere. panels: zeroed. room: float32 [threads, 32 * (2 * inputs + 3)].
-    """
-    own = Work(work.sync, work.pairs, work.threads, thread)
-    words = own_words(own)
-    job = work.sync[words : words + JOB_ITEMS]
-    num, parts = head.inputs, head.parts
+    thread: int, num_rows: int, num: int, screen: Screen, room: Float32x2, work: Work
+) -> None:
+    """Write a Screen's panels, which are zeroed, and bounds. num_rows, num: rows of the head, and
+    inputs. room: float32 [threads, 32 * (2 * num + 3) + num]."""
+    order, bounds = screen.order, screen.bounds
     at, sums = room[thread].ctypes.data, 2 * num * PANEL
     twice = order.shape[0] - num
-    for p in range(thread, panels.shape[0], work.threads):
-        job[0], job[1] = unit.q.ctypes.data, unit.q.shape[1]
-        job[2], job[3] = unit.figures.ctypes.data, unit.figures.shape[1] * 16
-        job[4], job[5], job[6] = num, parts[0, 0, 0] + p * parts[0, 0, 2], parts[0, 0, 3]
-        job[7], job[8], job[9], job[10] = at, PANEL * 4, 0, head.tile_rows
-        call_kernel(parts[0, 0, 1], job.ctypes.data)
+    row = room[thread, sums + 3 * PANEL :]
+    for p in range(thread, screen.panels.shape[0], work.threads):
+        for o in range(PANEL):
+            output = min(p * PANEL + o, num_rows - 1)  # what pads the last panel is never drawn
+            own = screen.head_rows + output * screen.row_bytes
+            block_row(own, _STORED, np.float32(1.0), row)
+            for j in range(num):
+                set_float(at, j * PANEL + o, row[j])
         for o in range(3 * PANEL):
             set_float(at, sums + o, np.float32(0.0))
         for block in range(order.shape[0] // BLOCK):
-            _coarse_block(order, block, num, panels[p], block * _RECORD, at, sums)
+            _coarse_block(order, block, num, screen.panels[p], block * _RECORD, at, sums)
         for o in range(PANEL):
             total = 0.0
             for j in range(num):
@@ -222,7 +201,7 @@ def _exact_logit(row, output, head):
 
 @borrowing
 def _candidates(row, head, work, num, limit):
-    """Write where a row's largest logit may be, of this thread's panels, behind the first `num` of
+    """Write where a row's largest logit may be, of this thread's outputs, behind the first `num` of
     Screen.found, and ask memory for these rows of the head, which lie anywhere; how many there are
     then, or more than `limit`."""
     screen = head.screen
@@ -231,18 +210,19 @@ def _candidates(row, head, work, num, limit):
     logits = head.logits[row].ctypes.data
     rests = screen.bounds.ctypes.data
     sizes = rests + screen.bounds.shape[1] * 4
-    for p in range(work.thread, screen.bounds.shape[1] // PANEL, work.threads):
-        here, vectors = 4 * PANEL * p, PANEL // LANES
-        if _may_reach(logits + here, rests + here, sizes + here, vectors, size, off, least) == 0:
-            continue
-        for o in range(PANEL * p, PANEL * (p + 1)):
-            most = float_at(rests, o) * size + float_at(sizes, o) * off + float_at(logits, o)
-            if not most < least and o < head.vocab_size:
+    for v in range(work.thread, screen.bounds.shape[1] // LANES, work.threads):
+        here = 4 * LANES * v
+        bits = _reaching(logits + here, rests + here, sizes + here, size, off, least)
+        output = LANES * v
+        while bits != 0 and output < head.vocab_size:
+            if bits & 1:
                 if num >= limit:
                     return limit + 1
-                fetch(screen.head_rows + o * screen.row_bytes, screen.row_bytes)
-                found[num] = row << 32 | o
+                fetch(screen.head_rows + output * screen.row_bytes, screen.row_bytes)
+                found[num] = row << 32 | output
                 num += 1
+            bits >>= 1
+            output += 1
     return num
 
 
