@@ -100,6 +100,7 @@ for _tag, _regex, _first in (
     _CoreLoader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_regex})$"), _first
     )
+_CoreLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 def read_yaml(path: Path) -> Document:
@@ -124,8 +125,9 @@ def parse_yaml(text: str, source: str) -> Document:
     lines: dict[Path_, int] = {}
     try:
         loader = _CoreLoader(text)
+        loader.name = source
         node = loader.get_single_node()
-        data = None if node is None else _plain(node, (), lines, source)
+        data = None if node is None else _plain(loader, node, (), lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(
@@ -139,36 +141,27 @@ def parse_yaml(text: str, source: str) -> Document:
     return Document(source, data, lines)
 
 
-def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, int], source: str) -> Any:
+def _plain(loader: _CoreLoader, node: yaml.Node, path: Path_, lines: dict[Path_, int]) -> Any:
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.SequenceNode):
-        return tuple(_plain(item, (*path, i), lines, source) for i, item in enumerate(node.value))
+        return tuple(_plain(loader, item, (*path, i), lines) for i, item in enumerate(node.value))
     if isinstance(node, yaml.MappingNode):
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{source}:{line}: a key must be a plain word")
+                raise ConfigError(f"{loader.name}:{line}: a key must be a plain word")
             key = str(key_node.value)
             if first := lines.get((*path, key)):
                 raise ConfigError(
-                    f"{source}:{line}: {dotted((*path, key))}: is there twice (first in line "
+                    f"{loader.name}:{line}: {dotted((*path, key))}: is there twice (first in line "
                     f"{first})"
                 )
             lines[(*path, key)] = line
-            if (value := _plain(value_node, (*path, key), lines, source)) is not None:
+            if (value := _plain(loader, value_node, (*path, key), lines)) is not None:
                 values[key] = value
         return values
-    text, kind = str(node.value), node.tag.rsplit(":", 1)[-1]
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() == "true"
-    if kind == "int":
-        return int(text)
-    if kind == "float":
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
+    return loader.construct_object(node)  # type: ignore[no-untyped-call]
 
 
 # --- sections -------------------------------------------------------------------------------------
@@ -267,13 +260,6 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B?|B)?", re.IGNORECASE)
-_UNITS = {
-    "": 1, "B": 1,
-    "K": 1 << 10, "KB": 10**3, "KI": 1 << 10, "KIB": 1 << 10,
-    "M": 1 << 20, "MB": 10**6, "MI": 1 << 20, "MIB": 1 << 20,
-    "G": 1 << 30, "GB": 10**9, "GI": 1 << 30, "GIB": 1 << 30,
-    "T": 1 << 40, "TB": 10**12, "TI": 1 << 40, "TIB": 1 << 40,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +294,8 @@ def parse_memory(value: object) -> MemorySize:
             raise ValueError("a share of memory is at most 100%")
     if not unit and 0 < number <= 1:
         return MemorySize(fraction=number)
-    num_bytes = int(number * _UNITS[unit])
+    base = 1000 if unit[1:] == "B" else 1024  # 1GB, and 1G, 1Gi, 1GiB
+    num_bytes = int(number * base ** " KMGT".index(unit.removeprefix("B")[:1] or " "))
     if num_bytes < 1 << 20:
         raise ValueError("must be at least 1MiB")
     if num_bytes > 1 << 50:

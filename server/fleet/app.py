@@ -17,7 +17,7 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import serve
 from ray.serve import Application
@@ -34,9 +34,6 @@ from server.fleet.learning.builder import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, version_of
 from server.fleet.replica import CONTROL_S, EngineReplica
 from server.fleet.routing import Job
-
-if TYPE_CHECKING:
-    from server.fleet.ingress import IngressApp  # ingresses alone need the HTTP application
 
 log = logging.getLogger("tailor.fleet")
 
@@ -212,7 +209,8 @@ class EngineDeployment(EngineReplica):
 
 
 class IngressDeployment:
-    """ingress.IngressApp on a port of its own: the HTTP application, its engines the fleet's."""
+    """ingress.IngressApp, its engines the fleet's, on a port of its own. engines: the handles of
+    their deployments, by model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -222,73 +220,57 @@ class IngressDeployment:
         engines: Mapping[str, DeploymentHandle],
     ) -> None:
         from server.api.serving import listen
+        from server.fleet.ingress import IngressApp
 
-        place, rank = parts.server.listen, serve.get_replica_context().rank.rank
+        logs.configure(parts.server.log.format, parts.server.log.level)
+        context = serve.get_replica_context()
+        own_id, rank, place = context.replica_id.unique_id, context.rank.rank, parts.server.listen
         self._desk = DeskLine(desk, "desk")
         self._drain_s = (cluster.drain_s, parts.server.limits.drain_s)
         ports, requests_only = [place.port], None
         if cluster.ingress.own_ports is not None:
             ports.append(cluster.ingress.own_ports + rank)
             requests_only = ports[-1] if rank > 0 else None
-        self._ingress = await _ingress(parts, cluster, desk, engines, requests_only)
-        await self._ingress.start(_READY_S)
-        # Only now: from here on the kernel gives it connections of the port that all share.
-        listeners = [listen(place.host, port, is_shared=True) for port in ports]
-        self._serving = asyncio.create_task(self._ingress.run(*listeners))
+        take = DeskLine(desk, "budgets").take
+        uses = FleetUses(own_id, num_ingresses=cluster.ingress.replicas, take=take)
+        plan = await asyncio.to_thread(parts.plan)
+        changes: Any = DeskLine(desk, "changes")
+        forget = None if parts.sharing is None else parts.sharing.forget
+        shared = SharedTasks(plan.task_set, changes, own_id, forget)
+        # On the loop, because their routers run on it: a request changes threads as seldom as it
+        # can.
+        replicas = {model: ServeReplicas(model, handle, desk) for model, handle in engines.items()}
+        self._ingress = IngressApp(
+            plan, replicas, cluster.routing.max_runs, uses, shared, requests_only
+        )
+        self._serving: asyncio.Task[None] | None = None
+        if cluster.ingress.http == "direct":
+            await self._ingress.start(_READY_S)
+            # Only now: from here on the kernel gives it connections of the port that all share.
+            listeners = [listen(place.host, port, is_shared=True) for port in ports]
+            self._serving = asyncio.create_task(self._ingress.run(*listeners))
 
     def check_health(self) -> None:
         """Raises when it no longer listens."""
-        if self._serving.done():
+        if self._serving is not None and self._serving.done():
             raise RuntimeError("the ingress has ended")
 
     async def __del__(self) -> None:
-        if hasattr(self, "_serving"):
+        if (serving := getattr(self, "_serving", None)) is not None:
             ends = True  # no other one takes its place
             with contextlib.suppress(Exception):  # the desk has gone already
                 async with asyncio.timeout(_ASK_S):
                     ends = await self._desk.is_ending()
             self._ingress.stop(self._drain_s[ends], is_replaced=not ends)
-            await self._serving
+            await serving
 
 
 @serve.ingress()
-class ProxiedIngressDeployment:
-    """ingress.IngressApp behind Serve's HTTP proxies."""
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        parts: FleetParts,
-        cluster: ClusterConfig,
-        desk: DeploymentHandle,
-        engines: Mapping[str, DeploymentHandle],
-    ) -> None:
-        self._ingress = await _ingress(parts, cluster, desk, engines)
+class ProxiedIngressDeployment(IngressDeployment):
+    """The same behind Serve's HTTP proxies, without a port of its own."""
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress
-
-
-async def _ingress(
-    parts: FleetParts,
-    cluster: ClusterConfig,
-    desk: DeploymentHandle,
-    engines: Mapping[str, DeploymentHandle],
-    requests_only_port: int | None = None,
-) -> IngressApp:
-    """engines: the handles of the engine deployments, by model."""
-    from server.fleet.ingress import IngressApp
-
-    logs.configure(parts.server.log.format, parts.server.log.level)
-    own_id = serve.get_replica_context().replica_id.unique_id
-    take = DeskLine(desk, "budgets").take
-    uses = FleetUses(own_id, num_ingresses=cluster.ingress.replicas, take=take)
-    plan = await asyncio.to_thread(parts.plan)
-    changes: Any = DeskLine(desk, "changes")
-    forget = None if parts.sharing is None else parts.sharing.forget
-    shared = SharedTasks(plan.task_set, changes, own_id, forget)
-    # On the loop, because their routers run on it: a request changes threads as seldom as it can.
-    replicas = {model: ServeReplicas(model, handle, desk) for model, handle in engines.items()}
-    return IngressApp(plan, replicas, cluster.routing.max_runs, uses, shared, requests_only_port)
 
 
 def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
