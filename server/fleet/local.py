@@ -67,13 +67,9 @@ class Fleet:
     Raises ConfigError when Ray is not installed, cannot be reached, or the fleet does not start.
     """
 
-    def __init__(
-        self, cluster: ClusterConfig, parts: FleetParts, tell: Callable[[str], None] = log.info
-    ) -> None:
-        """tell: what happens while it starts or changes, a line each."""
+    def __init__(self, cluster: ClusterConfig, parts: FleetParts) -> None:
         self._cluster = cluster
         self._parts = parts
-        self._tell = tell
         self.keeper: HeadKeeper | None = None
         """Who looks after Ray's head process; None on a cluster of others."""
         self._folder: Path | None = None
@@ -140,17 +136,17 @@ class Fleet:
             ) from None
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
         if cluster.address is None:
-            self._tell("preparing what is made once on this machine: models, machine code")
+            log.info("preparing what is made once on this machine: models, machine code")
             self._parts.prepare()
             spare_processes()
         try:
             if cluster.address is not None:
-                self._tell(f"looking for Ray at {cluster.address}")
+                log.info(f"looking for Ray at {cluster.address}")
                 ray.init(address=cluster.address, **common)
                 if os.environ.get("RAY_AUTH_MODE") != "token":  # as Ray sets it, too
                     log.warning(_OPEN.format(cluster.address))
                 return
-            self._tell("starting Ray")
+            log.info("starting Ray")
             self._folder = Path(tempfile.mkdtemp(prefix="tailor-ray-"))
             memory = cluster.embedded.object_store_memory.num_bytes
             ray.init(
@@ -179,7 +175,7 @@ class Fleet:
         else:
             http = {"host": listen.host, "port": listen.port, "keep_alive_timeout_s": 30}
             serve.start(proxy_location="EveryNode", http_options=http)
-        self._tell("starting replicas: each reads its model, and measures it the first time")
+        log.info("starting replicas: each reads its model, and measures it the first time")
         fleet = application(self._cluster, self._parts)
         try:
             serve.run_many(
@@ -209,7 +205,7 @@ class Fleet:
                 line = ", ".join(words)
                 if told.get(name) != line:
                     told[name] = line
-                    self._tell(f"{name}: {line}, after {time.monotonic() - began_s:.0f} s")
+                    log.info(f"{name}: {line}, after {time.monotonic() - began_s:.0f} s")
             if found.status == "RUNNING":
                 return
             if found.status == "DEPLOY_FAILED":

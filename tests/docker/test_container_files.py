@@ -8,15 +8,13 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import yaml
 
 from tests.docker import prove, resolve
+from tests.small_server import Handler, serving
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((REPOSITORY / "docker").glob("Dockerfile*"))
@@ -58,23 +56,18 @@ def test_the_health_check_asks_the_server_itself_for_its_status(file: Path) -> N
     told = dict(prove.instructions(file.read_text()))["HEALTHCHECK"]
     words = prove.exec_form(told.partition("CMD")[2])[1:]
 
-    class Answer(BaseHTTPRequestHandler):
-        statuses: ClassVar[list[int]] = [503, 200]
+    statuses = [503, 200]
 
+    class Answer(Handler):
         def do_GET(self) -> None:
             assert self.path == "/ready"
-            self.send_response(self.statuses.pop(0))
-            self.end_headers()
+            self.reply({}, statuses.pop(0))
 
-        def log_message(self, *_: object) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        port = str(server.server_port)
+    with serving(Answer) as url:
+        port = url.rpartition(":")[2]
         command = [sys.executable, *(word.replace("8000", port) for word in words)]
         proxy = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
         found = [subprocess.run(command, env=proxy, check=False).returncode for _ in range(2)]
-        server.shutdown()
     assert found == [1, 0]
 
 

@@ -33,7 +33,6 @@ class LocalReplicas:
         self.there: dict[str, EngineReplica] = {}
         self.num_open: dict[str, int] = {}
         self.num_streams = 0
-        self._killed: dict[str, asyncio.Event] = {}
         self._max_messages_per_s = max_messages_per_s
         self._restart = restart
         self._starting: asyncio.Task[None] | None = None
@@ -50,7 +49,6 @@ class LocalReplicas:
         await replica.start()
         self.there[spec.name] = replica
         self.num_open[spec.name] = 0
-        self._killed[spec.name] = asyncio.Event()
         self.routing.set_replicas(self.there)
 
     async def state(self) -> FleetState:
@@ -70,24 +68,12 @@ class LocalReplicas:
         self.routing.routed(job, name)
         self.num_streams += 1
         self.num_open[name] += 1
-        killed = self._killed[name]
-        stream = self.there[name].stream(request, age_s)
+        replica = self.there[name]
+        stream = replica.stream(request, age_s)
         try:
-            while True:
-                coming = asyncio.ensure_future(anext(stream))
-                dying = asyncio.ensure_future(killed.wait())
-                try:
-                    await asyncio.wait({coming, dying}, return_when=asyncio.FIRST_COMPLETED)
-                    if killed.is_set():
-                        raise ReplicaLostError(f"{name} was killed")
-                    try:
-                        message = coming.result()
-                    except StopAsyncIteration:
-                        return
-                finally:
-                    dying.cancel()
-                    coming.cancel()
-                    await asyncio.gather(coming, return_exceptions=True)
+            async for message in stream:
+                if self.there.get(name) is not replica:
+                    raise ReplicaLostError(f"{name} was killed")
                 yield message
         finally:
             self.num_open[name] -= 1
@@ -117,7 +103,6 @@ class LocalReplicas:
     def _kill(self, name: str) -> None:
         replica = self.there.pop(name)
         self.routing.set_replicas(self.there)
-        self._killed[name].set()
         self._ending = asyncio.create_task(replica.stop())
 
 

@@ -12,7 +12,6 @@ It says READY and then does what it is told, a line each:
     behead           ends Ray's head process as kill -9 does; BEHEADED and the process of the
                      one that is started again, when it is
     headless         the same, but nobody starts it again; HEADLESS, and then no more commands
-    steps            STEPS and JSON: rows and seconds of each engine's last step
     status           STATUS and the state of each deployment
 
 Anything else, or the end, ends it.
@@ -23,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import shlex
 import signal
@@ -139,6 +139,7 @@ def _be_eager() -> None:
 def main() -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    logging.basicConfig(level=logging.INFO)  # what happens while it starts is told beside
     options = _parser().parse_args()
     if options.single:
         _single(_fleet_of(options)[1])
@@ -146,7 +147,7 @@ def main() -> None:
     with _nodes(options.nodes) as nodes:
         address = None if nodes is None else nodes.cluster.address
         cluster, parts = _fleet_of(options, address)
-        with Fleet(cluster, parts, lambda line: _say(f"TOLD {line}")) as fleet:
+        with Fleet(cluster, parts) as fleet:
             keeper = fleet.keeper if nodes is None else nodes.keeper
             _say("READY")
             for line in sys.stdin:
@@ -251,9 +252,6 @@ def _obey(command: str, rest: str, nodes: Any) -> bool:
         os._exit(0)  # without its head, Ray has nothing that it could end by
     elif command == "learned":
         _say(f"LEARNED {json.dumps(_learned(rest))}")
-    elif command == "steps":
-        steps = [_mean_step(standing) for standing in _standings()]
-        _say(f"STEPS {json.dumps(steps)}")
     elif command == "status":
         from ray import serve
 
@@ -296,15 +294,6 @@ def _actor(standing: Any) -> dict[str, Any]:
 def _figure(standing: Any, name: str) -> Any:
     names = [figure.name for figure in standing.info.figures]
     return standing.figures[names.index(name)] if standing.figures else 0
-
-
-def _mean_step(standing: Any) -> tuple[float, float]:
-    """Rows and seconds of a step."""
-    steps = _figure(standing, "engine_steps")
-    if not steps:
-        return 0.0, 0.0
-    sums = [_figure(standing, name)[1] for name in ("step_rows", "step_time_seconds")]
-    return sums[0] / steps, sums[1] / steps
 
 
 def _process_of_one(name: str) -> int:

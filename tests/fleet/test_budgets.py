@@ -62,18 +62,6 @@ class Fleet:
         return True
 
 
-async def test_ingresses_share_a_minute_s_requests_to_the_last_one() -> None:
-    fleet = Fleet(requests_per_minute=60)
-    let_in = 0
-    for i in range(90):
-        if await fleet.enters(i % 3):
-            let_in += 1
-            fleet.uses[i % 3].leave()
-    assert let_in == 60
-    fleet.clock.now_s += 10.0
-    assert sum([await fleet.enters(i % 3) for i in range(30)]) == 10
-
-
 @pytest.mark.parametrize("seed", range(4))
 async def test_no_order_of_events_lets_in_more_than_a_bucket_would(seed: int) -> None:
     """Losses of the desk too: what its loss lets in beyond the bucket is paid back."""

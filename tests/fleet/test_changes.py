@@ -40,9 +40,7 @@ class Files:
 
 
 class Admin:
-    """A TaskAdmin over Files that has read them once."""
-
-    adapter_turn: Any = None
+    """What SharedTasks asks of a TaskAdmin, over Files that it has read once."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -53,12 +51,6 @@ class Admin:
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
         return {name: TaskConfig(name=name) for name in self.names}
-
-    def corpus_size(self, task: str) -> None:
-        return None
-
-    def profile_summary(self, task: str) -> None:
-        return None
 
     async def reload(self) -> Mapping[str, TaskConfig]:
         if self._files.is_broken or not {*self._files.adapters} <= {*self.adapters.served}:
@@ -111,7 +103,7 @@ class Desk:
 
 class Ingress:
     def __init__(self, name: str, files: Files, desk: Any) -> None:
-        self.admin = Admin(files)
+        self.admin: Any = Admin(files)
         self.shared = SharedTasks(self.admin, desk, name)
         self.told: list[set[str]] = []
         self.engines = Engines()
@@ -168,7 +160,7 @@ async def test_two_changes_around_a_new_desk_reach_every_ingress() -> None:
             await built.wait()
             return tasks
 
-        ingresses[0].admin.upload = upload  # type: ignore[method-assign]
+        ingresses[0].admin.upload = upload
         slow = asyncio.create_task(ingresses[0].shared.upload("a", [{}], append=True))
         await until(lambda: files.corpora == {"a": 1})
         desk.log = ChangeLog()

@@ -215,17 +215,6 @@ async def test_a_replica_tells_that_a_first_step_is_longer_than_the_queue_time_o
     await replica.stop()
 
 
-def test_an_engine_that_dies_inside_its_replica_costs_no_request() -> None:
-    engines = [_scripted(i, step_s=0.01) for i in range(2)]
-    replicas = LocalReplicas([spec for _, spec in engines])
-    with _live(replicas) as live, ThreadPoolExecutor(8) as threads:
-        answers = [threads.submit(live.post, max_tokens=60) for _ in range(8)]
-        wait_until(lambda: any(engine.running for engine, _ in engines))
-        next(engine for engine, _ in engines if engine.running).die()
-        for answer in answers:
-            assert answer.result(30).json()["choices"][0]["text"] == ("abcdefgh" * 8)[:60]
-
-
 async def test_what_is_told_of_a_replica_whose_engine_dies_and_of_one_that_leaves() -> None:
     engine, spec = _scripted(0)
     replica = EngineReplica(spec, restart=RestartConfig(first_delay_s=60.0))

@@ -473,11 +473,11 @@ async def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
     assert any("state-" in f for f in fleet.storage.files())
     files, desk = Files(), cast("ChangeLog", Desk())
     files.corpora["task"] = 5
-    shared = SharedTasks(Admin(files), desk, "i", sharing.forget)
+    shared = SharedTasks(cast("Any", Admin(files)), desk, "i", sharing.forget)
     await shared.delete("task")
     assert not files.corpora and not any("state-" in f for f in fleet.storage.files())
     files.corpora["task"] = 5
-    shared = SharedTasks(Admin(files), desk, "i", away)
+    shared = SharedTasks(cast("Any", Admin(files)), desk, "i", away)
     with pytest.raises(UnavailableError):
         await shared.delete("task")
     assert files.corpora == {"task": 5}

@@ -302,7 +302,7 @@ def test_an_engine_and_the_head_die_and_what_was_learned_is_drafted_by_the_other
 
 def _wait_for_replicas(fleet: FleetProcess) -> None:
     _wait(
-        lambda: len(json.loads(fleet.ask("steps", "STEPS"))) == NUM_REPLICAS,
+        lambda: len(json.loads(fleet.ask("learned receipts", "LEARNED"))) == NUM_REPLICAS,
         told=lambda: fleet.ask("status", "STATUS"),
     )
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import test_chat_end_to_end as chats
 from tests.api import test_end_to_end as alone
-from tests.api.chat_models import chat_spec, served
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_end_to_end import (  # noqa: F401  # collected here with this file's `server`
@@ -32,22 +30,3 @@ def server() -> Iterator[LiveServer]:
 @pytest.mark.parametrize("variant", [alone.VARIANTS[1], alone.VARIANTS[3]], ids=str)
 def test_no_replica_changes_an_answer(server: LiveServer, variant: dict[str, Any]) -> None:
     alone.test_speculation_batching_and_streaming_never_change_an_answer(server, variant)
-
-
-@pytest.fixture(scope="module")
-def chatting() -> Iterator[LiveServer]:
-    replicas = LocalReplicas([chat_spec("hermes", i) for i in range(2)])
-    fleet = fleet_spec(replicas, lambda: live.loop)
-    models, drafters = {"hermes": served("hermes")}, ("off", "suffix", "auto")
-    live = LiveServer([fleet], models=models, drafters=drafters)
-    with live:
-        yield live
-
-
-def test_a_prediction_is_accepted_counted_and_changes_nothing(chatting: LiveServer) -> None:
-    variant = {"temperature": 0.8, "seed": 3, "logprobs": True}
-    chats.test_a_prediction_is_accepted_counted_and_changes_nothing(chatting, variant)
-
-
-def test_a_call_that_must_be_made_is_made(chatting: LiveServer) -> None:
-    chats.test_a_call_that_must_be_made_is_made(chatting, "hermes", 2, 1.2)

@@ -152,17 +152,6 @@ def test_distinct_prompts_go_all_at_once(ended: Ended) -> None:
     assert 10 < row["tokens_per_s"] < 850  # 32 tokens in 8 x 5 ms
 
 
-def test_two_names_of_one_server_share_no_prefix() -> None:
-    with ScriptedServer(pace_s=0.0) as server:
-        both = ["--server", f"tailor={server.url}", "--server", "tailor-b=@tailor"]
-        load.main([*both, *FIXED, "--rounds", "2", "--tokens", "3", "--pause", "0"])
-        load.main([*both, "--prompts", "distinct", "--concurrency", "2", "--rounds", "1",
-                   "--tokens", "3", "--pause", "0", *IDLE])  # fmt: skip
-    salts = [body["cache_salt"] for body in server.bodies]
-    assert len(salts) == (2 + 2 * 2) * 2 + (2 + 2) * 2  # warm-ups and rounds
-    assert len(set(salts)) == len(salts)
-
-
 def load_args(urls: list[str], data_dir: Path, *more: str) -> list[str]:
     servers = [item for i, url in enumerate(urls) for item in ("--server", f"tailor-{i}={url}")]
     usual = {"--mix": "alpha=3,beta", "--requests": "4", "--rounds": "2", "--tokens": "6",
@@ -182,6 +171,7 @@ def test_load_closed_and_open_loop(ended: Ended, data_dir: Path, tmp_path: Path)
     rows = result["figures"]["2 clients"]
     assert fast.most_open <= 4
     assert rows["tailor-1"]["num_requests"] == 4 and rows["tailor-1"]["num_failed"] == 0
+    assert rows["tailor-1"]["tokens_per_step"] == 1.0  # it was asked for its speculation
     assert 1.1 < rows["tailor-1"]["ratios"]["tokens_per_s"]["median"] < 50
     # The slow one's first chunk comes after 200 ms: none of its requests can be good.
     assert rows["tailor-0"]["good_share"] == 0.0
@@ -205,16 +195,6 @@ def test_load_at_shares_of_the_capacity(ended: Ended, data_dir: Path) -> None:
     assert row["num_requests"] == 8
     for name in ("ttft_s", "ttft_p95_s", "tokens_per_s", "e2e_s"):
         assert row["ratios"][name]["num"] == 2, name
-
-
-def test_load_tells_the_draft_budget(ended: Ended, data_dir: Path) -> None:
-    with ScriptedServer(pace_s=0.001, tokens_per_chunk=3) as server:
-        arguments = load_args([server.url], data_dir, "--concurrency", "2")
-        off = 'tailor-0={"speculation": {"drafter": "off"}}'
-        more = ["--server", "tailor-on=@tailor-0", "--extra", off]
-        rows = ended(load.main, *arguments, *more)["figures"]["2 clients"]
-    assert (rows["tailor-on"]["nodes_per_step"], rows["tailor-on"]["tokens_per_step"]) == (2.0, 3.0)
-    assert (rows["tailor-0"]["nodes_per_step"], rows["tailor-0"]["tokens_per_step"]) == (0.0, 1.0)
 
 
 def test_load_books_failures_and_exits_1(

@@ -86,28 +86,27 @@ def test_each_dialect_keeps_the_prefix_cache_out_of_the_way() -> None:
     assert "model" not in request_body("openai", "", "x", max_tokens=1, salt="s")
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 def script(path: Path, text: str) -> str:
     path.write_text("#!/usr/bin/env bash\n" + textwrap.dedent(text))
     return str(path)
 
 
 SERVER = f"""
-exec {sys.executable} - <<'PY'
-import os, json
-from http.server import BaseHTTPRequestHandler, HTTPServer
-class H(BaseHTTPRequestHandler):
+exec env PYTHONPATH={ROOT} {sys.executable} - <<'PY'
+import os
+from http.server import HTTPServer
+from tests.small_server import Handler
+class H(Handler):
     asked = 0
     def do_GET(self):
         if self.path == "/ready" and H.asked == 0:
             H.asked = 1
             return self.send_error(503)
         assert self.path != "/v1/models" or H.asked
-        models = [{{"id": "m1", "owned_by": "tailor"}}]
-        data = json.dumps({{"data": models, "version": "9"}}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.reply({{"data": [{{"id": "m1", "owned_by": "tailor"}}], "version": "9"}})
 HTTPServer((os.environ["HOST"], int(os.environ["PORT"])), H).serve_forever()
 PY
 """
@@ -147,7 +146,7 @@ def test_a_missing_start_script_is_told(tmp_path: Path) -> None:
 def test_every_shipped_start_script_is_valid_and_names_no_machine() -> None:
     import subprocess
 
-    folder = Path(__file__).resolve().parents[2] / "loadtest" / "peers"
+    folder = ROOT / "loadtest" / "peers"
     scripts = sorted(folder.glob("*.sh"))
     assert len(scripts) >= 5
     for path in scripts:

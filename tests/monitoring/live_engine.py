@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.machine_code import make_ready
 from server.types import DeviceFigures
-from tests.api.live import LiveServer
+from tests.api.chat_models import template
+from tests.api.live import LiveServer, served
 from tests.api.real_engine import TABLE
 from tests.fakes.engine_thread import start_thread
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -89,4 +91,5 @@ def monitored(*, step_s: float = 0.0, **options: Any) -> LiveServer:
     make_ready()
     start = partial(start_thread, partial(make_engine, step_s))
     spec = EngineSpec("tiny/0", "tiny", "cpu", start)
-    return LiveServer([spec], max_model_len=CONTEXT, **options)
+    models = {"tiny": replace(served("tiny", CONTEXT), chat=template("hermes"))}
+    return LiveServer([spec], models=models, **options)

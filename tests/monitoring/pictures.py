@@ -12,9 +12,9 @@ Needs Chromium (Debian: apt-get install chromium) and the extra `page`.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,81 +69,69 @@ JSON:"""
 NAMES = ("dashboard", "playground", "playground-phone")
 
 
-async def _run(page: Any) -> None:
+def _run(page: Any) -> None:
     """Press the playground's button for both answers and wait for their end."""
-    await page.wait_for_selector("#model option", state="attached")
-    await page.click("#compare")
-    await page.wait_for_selector("#play-state:has-text('tokens per step')", timeout=60_000)
+    page.wait_for_selector("#model option", state="attached")
+    page.click("#compare")
+    page.wait_for_selector("#play-state:has-text('tokens per step')", timeout=60_000)
 
 
-async def _shoot(page: Any, of: Any, out: Path, name: str) -> None:
+def _shoot(page: Any, of: Any, out: Path, name: str) -> None:
     """The picture of a page or a part of it, light and dark."""
     for scheme, suffix in (("light", ""), ("dark", "-dark")):
-        await page.emulate_media(color_scheme=scheme)
-        await of.screenshot(path=out / f"{name}{suffix}.png")
+        page.emulate_media(color_scheme=scheme)
+        of.screenshot(path=out / f"{name}{suffix}.png")
 
 
-async def _traffic(url: str, headers: dict[str, str], rounds: int) -> None:
+def _traffic(client: httpx.Client, rounds: int) -> None:
     """All prompts of all tasks, `rounds` times, four at a time. Raises httpx.HTTPError."""
-    seats = asyncio.Semaphore(4)
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120) as client:
 
-        async def ask(task: str, prompt: str) -> None:
-            body: dict[str, Any] = {
-                "model": task, "prompt": prompt, "max_tokens": 48, "temperature": 0,
-            }  # fmt: skip
-            async with seats:
-                answer = await client.post("/v1/completions", json=body)
-                answer.raise_for_status()
+    def ask(task: str, prompt: str) -> None:
+        body = {"model": task, "prompt": prompt, "max_tokens": 48, "temperature": 0}
+        client.post("/v1/completions", json=body).raise_for_status()
 
-        await asyncio.gather(
-            *(
-                ask(task, prompt)
-                for _ in range(rounds)
-                for task, prompts in TASK_PROMPTS.items()
-                for prompt in prompts
-            )
-        )
+    every = [(task, prompt) for task, prompts in TASK_PROMPTS.items() for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, *zip(*every * rounds, strict=True)))
 
 
-async def _pictures(
+def _pictures(
     url: str, key: str, rounds: int, seconds: float, out: Path, browser_path: str
 ) -> None:
-    from playwright.async_api import async_playwright
+    from playwright.sync_api import sync_playwright
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
 
-    async def open_page(browser: Any, width: int, height: int) -> Any:
-        page = await browser.new_page(viewport={"width": width, "height": height})
-        await page.goto(f"{url}/dashboard")
+    def open_page(browser: Any, width: int, height: int) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.goto(f"{url}/dashboard")
         if key:
-            await page.fill("#key", key)
-            await page.click("#key-form button")
-        await page.wait_for_selector("#state:has-text('ready')")
+            page.fill("#key", key)
+            page.click("#key-form button")
+        page.wait_for_selector("#state:has-text('ready')")
         return page
 
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=browser_path, args=["--no-sandbox"]
-        )
-        try:
-            await _traffic(url, headers, 1)  # of a server that is used, figures come first
-            desktop = await open_page(browser, 1100, 1000)
-            traffic = asyncio.create_task(_traffic(url, headers, rounds))
-            await desktop.wait_for_timeout(seconds * 1000)  # a few polls: curves, not points
-            await _shoot(desktop, desktop, out, NAMES[0])
-            await traffic
-            await desktop.set_viewport_size({"width": 1000, "height": 1000})
-            await desktop.select_option("#model", "extraction")
-            await desktop.fill("#prompt", EXAMPLE)
-            await _run(desktop)
-            await _shoot(desktop, desktop.locator("#try"), out, NAMES[1])
-            phone = await open_page(browser, 390, 1100)
-            await _run(phone)
-            await phone.evaluate("document.getElementById('play-state').scrollIntoView()")
-            await _shoot(phone, phone, out, NAMES[2])
-        finally:
-            await browser.close()
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"]) as browser,
+        httpx.Client(base_url=url, headers=headers, timeout=120) as client,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        _traffic(client, 1)  # of a server that is used, figures come first
+        desktop = open_page(browser, 1100, 1000)
+        traffic = beside.submit(_traffic, client, rounds)
+        desktop.wait_for_timeout(seconds * 1000)  # a few polls: curves, not points
+        _shoot(desktop, desktop, out, NAMES[0])
+        traffic.result()
+        desktop.set_viewport_size({"width": 1000, "height": 1000})
+        desktop.select_option("#model", "extraction")
+        desktop.fill("#prompt", EXAMPLE)
+        _run(desktop)
+        _shoot(desktop, desktop.locator("#try"), out, NAMES[1])
+        phone = open_page(browser, 390, 1100)
+        _run(phone)
+        phone.evaluate("document.getElementById('play-state').scrollIntoView()")
+        _shoot(phone, phone, out, NAMES[2])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -171,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         httpx.get(f"{args.url}/ready", timeout=10).raise_for_status()
         args.out.mkdir(parents=True, exist_ok=True)
-        asyncio.run(_pictures(args.url, args.key, args.rounds, args.seconds, args.out, browser))
+        _pictures(args.url, args.key, args.rounds, args.seconds, args.out, browser)
     except Exception as error:  # a browser's or a server's: said in one line
         raise SystemExit(str(error).splitlines()[0]) from None
 

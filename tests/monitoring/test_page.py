@@ -2,18 +2,16 @@
 
     apt-get install chromium; pip install -e '.[page]'
 
-Without a browser or Playwright these tests skip. TAILOR_SCREENSHOTS=DIR keeps pictures of what
-they saw.
+Without a browser or Playwright these tests skip.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +80,57 @@ class Visitor:
         )
         self.page.goto(f"{url}/dashboard")
 
-    def see(self, name: str) -> None:
-        """Keep a picture where TAILOR_SCREENSHOTS says so."""
-        folder = os.environ.get("TAILOR_SCREENSHOTS")
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self.page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.page, name)
 
     def since_the_start(self) -> None:
         """All figures, not those of the last minute."""
-        self.page.wait_for_selector("#state:has-text('ready')")
-        self.page.select_option("#window", "0")
+        self.wait_for_selector("#state:has-text('ready')")
+        self.select_option("#window", "0")
+
+    def prepare(self, prompt: str, max_tokens: int) -> None:
+        """Fill the playground in, for the task `sql`."""
+        self.wait_for_selector("#model option[value=sql]", state="attached")
+        self.select_option("#model", "sql")
+        self.fill("#prompt", prompt)
+        self.fill("#max-tokens", str(max_tokens))
+
+    def run(self, said: str = "tokens per step") -> None:
+        """Press the playground's button, and wait until it says so."""
+        self.click("#run")
+        self.wait_for_selector(f"#play-state:has-text('{said}')")
+
+    def text(self, name: str = "answer") -> str:
+        """Of an answer, without what was rejected."""
+        return "".join(self.locator(f"#{name} > span").all_text_contents())
+
+    def fits(self) -> None:
+        """It does not scroll sideways."""
+        width = self.evaluate("document.documentElement.scrollWidth")
+        assert width <= self.viewport_size["width"], "the page scrolls sideways"
 
     def close(self) -> None:
         """The page must not have complained, nor asked another host for anything."""
         assert self.problems == []
         assert self.elsewhere == []
         self.context.close()
+
+
+Visit = Callable[..., Visitor]
+
+
+@pytest.fixture
+def visit(server: LiveServer, browser: Any) -> Iterator[Visit]:
+    """Opens the page of the server, for as long as a test takes."""
+    visitors: list[Visitor] = []
+
+    def opened(**context: Any) -> Visitor:
+        visitors.append(Visitor(browser, server.url, **context))
+        return visitors[-1]
+
+    yield opened
+    for visitor in visitors:
+        visitor.close()
 
 
 def cell(page: Any, table: str, row: str, column: str) -> str:
@@ -112,11 +144,10 @@ def cell(page: Any, table: str, row: str, column: str) -> str:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_figures_are_the_server_s(
-    server: LiveServer, browser: Any, size: dict[str, int], scheme: str
+    server: LiveServer, visit: Visit, size: dict[str, int], scheme: str
 ) -> None:
-    visitor = Visitor(browser, server.url, viewport=size, color_scheme=scheme)
-    page = visitor.page
-    visitor.since_the_start()
+    page = visit(viewport=size, color_scheme=scheme)
+    page.since_the_start()
     drafted = server.sample("tailor_spec_decode_num_draft_tokens_total", task="sql")
     accepted = server.sample("tailor_spec_decode_num_accepted_tokens_total", task="sql")
     tokens = server.sample("tailor_generation_tokens_total", task="sql")
@@ -144,33 +175,23 @@ def test_figures_are_the_server_s(
     page.select_option("#task", "plain")
     assert page.locator("#positions tbody tr").inner_text() == "No drafts in this time."
     page.select_option("#task", "")
-    width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-    assert width[0] <= width[1], "the page scrolls sideways"
+    page.fits()
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, background[4:-1].split(","))) > 384
     assert light == (scheme == "light")
-    visitor.see(f"figures-{size['width']}-{scheme}")
-    visitor.close()
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_the_playground_shows_who_drafted_what(
-    server: LiveServer, browser: Any, size: dict[str, int]
+    server: LiveServer, visit: Visit, size: dict[str, int]
 ) -> None:
-    visitor = Visitor(browser, server.url, viewport=size)
-    page = visitor.page
-    page.wait_for_selector("#model option[value=sql]", state="attached")
-    page.select_option("#model", "sql")
-    page.fill("#prompt", PROMPTS[0])
-    page.fill("#max-tokens", "60")
-    page.click("#run")
-    page.wait_for_selector("#play-state:has-text('tokens per step')")
+    page = visit(viewport=size)
+    page.prepare(PROMPTS[0], 60)
+    page.run()
     answer = server.post(
         model="sql", prompt=PROMPTS[0], max_tokens=60, temperature=0, include_speculation=True,
     ).json()  # fmt: skip
-    shown = page.evaluate(
-        "[...document.querySelectorAll('#answer > span')].map(s => s.textContent).join('')"
-    )
+    shown = page.text()
     assert shown == answer["choices"][0]["text"]
     report = answer["speculation"]
     said = page.locator("#play-state").inner_text()
@@ -186,25 +207,17 @@ def test_the_playground_shows_who_drafted_what(
     page.check("#show-rejected")
     page.click("#steps-box summary")
     assert page.locator("#steps tbody tr").count() == report["steps"]
-    width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-    assert width[0] <= width[1], "the page scrolls sideways"
-    visitor.see(f"playground-{size['width']}")
+    page.fits()
 
     page.select_option("#drafting", "off")
-    page.click("#run")
-    page.wait_for_selector("#play-state:has-text('0 rows drafted')")
+    page.run("0 rows drafted")
     again = page.evaluate("document.getElementById('answer').textContent")
     assert again == shown and page.locator("#answer .drafted").count() == 0
-    visitor.close()
 
 
-def test_drafts_on_and_off_are_shown_side_by_side(server: LiveServer, browser: Any) -> None:
-    visitor = Visitor(browser, server.url)
-    page = visitor.page
-    page.wait_for_selector("#model option[value=sql]", state="attached")
-    page.select_option("#model", "sql")
-    page.fill("#prompt", PROMPTS[0])
-    page.fill("#max-tokens", "60")
+def test_drafts_on_and_off_are_shown_side_by_side(visit: Visit) -> None:
+    page = visit()
+    page.prepare(PROMPTS[0], 60)
     said, times = "", 0.0
     for _ in range(5):  # what else the machine does may slow the drafted one down
         page.click("#compare")
@@ -213,37 +226,21 @@ def test_drafts_on_and_off_are_shown_side_by_side(server: LiveServer, browser: A
         times = float(said.split(", ")[1].split()[0])
         if times > 1.0:
             break
-    texts = page.evaluate(
-        "['answer', 'answer-plain'].map(id => [...document.querySelectorAll(`#${id} > span`)]"
-        ".map(s => s.textContent).join(''))"
-    )
-    assert texts[0] == texts[1] != ""
+    assert page.text() == page.text("answer-plain") != ""
     assert page.locator("#answer .drafted").count() > 0
     assert page.locator("#answer-plain .drafted").count() == 0
     assert said.startswith("The same text, ")
     assert times > 1.0, "a step takes 4 ms here, drafted or not"
-    visitor.see("compared")
-    page.click("#run")
-    page.wait_for_selector("#play-state:has-text('tokens per step')")
+    page.run()
     assert not page.is_visible("#plain-box")
-    visitor.close()
 
 
-def test_a_request_is_copied_as_curl_and_as_python(
-    server: LiveServer, browser: Any, tmp_path: Path
-) -> None:
+def test_a_request_is_copied_as_curl_and_as_python(visit: Visit, tmp_path: Path) -> None:
     """What is copied runs, and gives the text that the page shows."""
-    visitor = Visitor(browser, server.url, permissions=["clipboard-read", "clipboard-write"])
-    page = visitor.page
-    page.wait_for_selector("#model option[value=sql]", state="attached")
-    page.select_option("#model", "sql")
-    page.fill("#prompt", 'It\'s a "quoted" $HOME\nOnce upon a time')
-    page.fill("#max-tokens", "12")
-    page.click("#run")
-    page.wait_for_selector("#play-state:has-text('tokens per step')")
-    shown = page.evaluate(
-        "[...document.querySelectorAll('#answer > span')].map(s => s.textContent).join('')"
-    )
+    page = visit(permissions=["clipboard-read", "clipboard-write"])
+    page.prepare('It\'s a "quoted" $HOME\nOnce upon a time', 12)
+    page.run()
+    shown = page.text()
     page.click("#copy-curl")
     page.wait_for_selector("#play-state:has-text('Copied as curl')")
     command = page.evaluate("navigator.clipboard.readText()")
@@ -268,12 +265,10 @@ def test_a_request_is_copied_as_curl_and_as_python(
     text = page.evaluate("navigator.clipboard.readText()")
     assert "client.chat.completions.create(" in text and '"json_schema"' in text
     compile(text, "ask.py", "exec")
-    visitor.close()
 
 
-def test_a_chat_goes_on_until_a_new_one_is_begun(server: LiveServer, browser: Any) -> None:
-    visitor = Visitor(browser, server.url)
-    page = visitor.page
+def test_a_chat_goes_on_until_a_new_one_is_begun(visit: Visit) -> None:
+    page = visit()
     page.wait_for_selector("#model option[value=sql]", state="attached")
     page.select_option("#kind", "chat")
     page.fill("#max-tokens", "4")
@@ -282,17 +277,15 @@ def test_a_chat_goes_on_until_a_new_one_is_begun(server: LiveServer, browser: An
         with page.expect_request("**/v1/chat/completions") as asked:
             page.click("#run")
         assert len(asked.value.post_data_json["messages"]) == num_turns - 1
-        page.wait_for_function(f"document.querySelectorAll('#turns li').length === {num_turns}")
+        wait_until(lambda num=num_turns: page.locator("#turns li").count() == num)  # type: ignore[misc]
     page.click("#end-chat")
     assert not page.is_visible("#turns-box")
-    visitor.close()
 
 
 def test_charts_have_axes_and_tell_the_value_under_the_pointer(
-    server: LiveServer, browser: Any
+    server: LiveServer, visit: Visit
 ) -> None:
-    visitor = Visitor(browser, server.url)
-    page = visitor.page
+    page = visit()
     page.wait_for_selector("#charts figure")
     for _ in range(3):
         server.post(model="sql", prompt=PROMPTS[0], max_tokens=30, temperature=0)
@@ -308,7 +301,6 @@ def test_charts_have_axes_and_tell_the_value_under_the_pointer(
     assert tip.endswith(("ago", "now")) and float(tip.split(",")[0]) >= 0
     page.mouse.move(5, 5)
     assert not page.is_visible("#charts .tip")
-    visitor.close()
 
 
 def test_a_page_that_is_opened_late_shows_what_was_before(browser: Any) -> None:
@@ -319,44 +311,36 @@ def test_a_page_that_is_opened_late_shows_what_was_before(browser: Any) -> None:
         with monitored(step_s=0.004, tasks=TASKS) as live:
             for i in range(6):
                 live.post(model="sql", prompt=PROMPTS[i % 4], max_tokens=30, temperature=0)
-            visitor = Visitor(browser, live.url)
-            page = visitor.page
-            page.wait_for_function(
-                "(document.querySelector('#charts path.first')?.getAttribute('d') ?? '')"
-                ".split('L').length > 3"
-            )
+            page = Visitor(browser, live.url)
+            path = page.locator("#charts path.first").first
+            wait_until(lambda: (path.get_attribute("d") or "").count("L") > 2)
             assert "tokens a step" in page.locator("#headline").inner_text()
             # Requests that were over before the page was there are in its tables and tiles.
             assert page.locator("#tasks tbody tr").first.inner_text().startswith("sql")
             assert "Since the start" not in page.locator("#headline").inner_text()
-            visitor.close()
+            page.close()
 
 
 def test_an_idle_server_offers_the_playground_first(browser: Any) -> None:
     with monitored(tasks=TASKS) as live:
-        visitor = Visitor(browser, live.url)
-        page = visitor.page
+        page = Visitor(browser, live.url)
         page.wait_for_selector("main > section:first-child#try")
         assert "playground" in page.locator("#headline").inner_text()
-        visitor.see("idle")
-        visitor.close()
+        page.close()
 
 
-def test_a_refusal_is_told_in_words(server: LiveServer, browser: Any) -> None:
-    visitor = Visitor(browser, server.url)
-    page = visitor.page
+def test_a_refusal_is_told_in_words(visit: Visit) -> None:
+    page = visit()
     page.wait_for_selector("#model option[value=sql]", state="attached")
     page.fill("#prompt", "the quick brown fox " * 4000)
     page.click("#run")
     page.wait_for_selector("#play-state.bad:has-text('context')")
     assert page.locator("#run").inner_text() == "Run"
-    visitor.problems.clear()  # the browser notes the 400 itself
-    visitor.close()
+    page.problems.clear()  # the browser notes the 400 itself
 
 
-def test_the_keyboard_is_enough(server: LiveServer, browser: Any) -> None:
-    visitor = Visitor(browser, server.url)
-    page = visitor.page
+def test_the_keyboard_is_enough(server: LiveServer, visit: Visit) -> None:
+    page = visit()
     page.wait_for_selector("#model option[value=sql]", state="attached")
     reached: list[str] = []
     while True:
@@ -386,59 +370,52 @@ def test_the_keyboard_is_enough(server: LiveServer, browser: Any) -> None:
     page.keyboard.press("Space")
     assert page.get_attribute("#pause", "aria-pressed") == "true"
     assert page.locator("#state").inner_text() == "Paused"
-    visitor.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_that_axe_finds_is_wrong(server: LiveServer, browser: Any, scheme: str) -> None:
+def test_nothing_that_axe_finds_is_wrong(server: LiveServer, visit: Visit, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
     for size in (DESKTOP, PHONE) if scheme == "light" else (PHONE,):
-        visitor = Visitor(browser, server.url, viewport=size, color_scheme=scheme)
-        visitor.since_the_start()
-        page = visitor.page
+        page = visit(viewport=size, color_scheme=scheme)
+        page.since_the_start()
         page.wait_for_selector("#model option[value=sql]", state="attached")
         page.fill("#prompt", PROMPTS[1])
         page.select_option("#model", "sql")
-        page.click("#run")
-        page.wait_for_selector("#play-state:has-text('tokens per step')")
+        page.run()
         page.click("#steps-box summary")
         page.click("#pause")
-        found = axe.Axe().run(page)
+        found = axe.Axe().run(page.page)
         assert found.violations_count == 0, found.generate_report()
         page.goto(server.url + "/docs")
         page.wait_for_selector("#state:has-text('routes')")
         page.locator("summary", has_text="Body").first.click()
-        found = axe.Axe().run(page)
+        found = axe.Axe().run(page.page)
         assert found.violations_count == 0, found.generate_report()
-        visitor.close()
 
 
 def test_a_server_with_keys_asks_for_one(browser: Any) -> None:
     config = ServerConfig.model_validate({"keys": ({"id": "one", "key": "sk-one"},)})
     with monitored(config=config, tasks=TASKS) as live:
         key = {"username": "anybody", "password": "sk-one"}
-        visitor = Visitor(browser, live.url, http_credentials=key)
-        page = visitor.page
+        page = Visitor(browser, live.url, http_credentials=key)
         page.wait_for_selector("#state:has-text('ready')")
         page.wait_for_selector("#model option[value=sql]", state="attached")
         assert not page.is_visible("#key-form")
         assert page.evaluate("localStorage.length + sessionStorage.length") == 0
-        page.click("#run")
-        page.wait_for_selector("#play-state:has-text('tokens per step')")
-        assert all("401" in problem for problem in visitor.problems)
-        visitor.problems.clear()
-        visitor.close()
+        page.run()
+        assert all("401" in problem for problem in page.problems)
+        page.problems.clear()
+        page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_the_api_is_shown_from_the_server_s_own_description(
-    server: LiveServer, browser: Any, size: Any, scheme: str
+    server: LiveServer, visit: Visit, size: Any, scheme: str
 ) -> None:
     """/docs: every route of /openapi.json with its fields, from this server alone."""
     paths = httpx.get(server.url + "/openapi.json").json()["paths"]
-    visitor = Visitor(browser, server.url, viewport=size, color_scheme=scheme)
-    page = visitor.page
+    page = visit(viewport=size, color_scheme=scheme)
     page.click("header a:has-text('API')")
     num = sum(len(operations) for operations in paths.values())
     page.wait_for_selector(f"#state:has-text('{num} routes')")
@@ -453,18 +430,15 @@ def test_the_api_is_shown_from_the_server_s_own_description(
     assert {"model", "prompt", "speculation.drafter", "logprob_token_ids"} <= set(fields)
     page.locator("nav a", has_text="POST /v1/chat/completions").first.click()
     assert page.evaluate("location.hash") == "#post--v1-chat-completions"
-    width = page.evaluate("document.documentElement.scrollWidth")
-    assert width <= size["width"]  # nothing is wider than the screen
-    visitor.see(f"docs-{scheme}-{size['width']}")
-    visitor.close()
+    page.fits()
 
 
 def test_a_server_that_goes_away_is_told(browser: Any) -> None:
     with monitored(tasks=TASKS) as live:
         visitor = Visitor(browser, live.url)
-        visitor.page.wait_for_selector("#state:has-text('ready')")
+        visitor.wait_for_selector("#state:has-text('ready')")
         assert httpx.get(live.url + "/dashboard/data").status_code == 200
-    visitor.page.wait_for_selector("#state.bad:has-text('No figures')")
+    visitor.wait_for_selector("#state.bad:has-text('No figures')")
     visitor.problems.clear()  # the browser notes the refused connection itself
     visitor.close()
 

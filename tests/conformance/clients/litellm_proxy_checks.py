@@ -34,19 +34,13 @@ PORT = free_port()
 CONFIG = {
     "model_list": [
         {
-            "model_name": "served",
+            "model_name": name,
             "litellm_params": {
-                "model": f"openai/{MODEL}", "api_base": BASE_URL, "api_key": "none",
+                "model": f"{provider}/{MODEL}", "api_base": BASE_URL, "api_key": "none",
                 "num_retries": 0,
             },
-        },
-        {
-            "model_name": "text",
-            "litellm_params": {
-                "model": f"text-completion-openai/{MODEL}", "api_base": BASE_URL,
-                "api_key": "none", "num_retries": 0,
-            },
-        },
+        }
+        for name, provider in (("served", "openai"), ("text", "text-completion-openai"))
     ],
 }  # fmt: skip
 KEY = f"sk-{secrets.token_hex(16)}"
