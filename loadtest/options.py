@@ -136,11 +136,11 @@ class ModelChoice:
     threads: int | None = None
 
 
-def program(name: str, doc: str | None) -> tuple[App, Callable[..., int]]:
-    """(the App of `python -m loadtest.NAME`, `run` of it). doc: its module's, which has an
+def program(name: str, doc: str | None, folder: str = "loadtest") -> tuple[App, Callable[..., int]]:
+    """(the App of `python -m FOLDER.NAME`, `run` of it). doc: its module's, which has an
     example."""
     app = App(
-        name=f"python -m loadtest.{name}",
+        name=f"python -m {folder}.{name}",
         help=doc,
         help_format="plaintext",
         version_flags=(),

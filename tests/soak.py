@@ -33,13 +33,14 @@ from typing import Annotated, Any
 
 import httpx
 import psutil
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from loadtest.options import ResultOptions, emit, listed, run, stopped_afterwards
+from loadtest.options import ResultOptions, emit, listed, program, stopped_afterwards
 from loadtest.peer import Peer, PeerFailed, bring_up, tailor_peer, total
 from loadtest.prompts import PLAIN
+from server.commands.options import as_options
 
 KEPT, LEFT = "soak-kept", "soak-left"
 """The task whose answers are read to the end, and that of all other requests."""
@@ -53,8 +54,7 @@ COUNTED = {
 }
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
+@as_options
 class SoakOptions:
     """What is sent, for how long, and what may grow."""
 
@@ -71,10 +71,7 @@ class SoakOptions:
 
 
 _SOAK, _RESULTS = SoakOptions(), ResultOptions()
-app = App(
-    name="python -m tests.soak", help=__doc__, help_format="plaintext", version_flags=(),
-    default_parameter=Parameter(negative=()), suppress_keyboard_interrupt=False,
-)  # fmt: skip
+app, main = program("soak", __doc__, "tests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,11 +428,6 @@ def soak(*, options: SoakOptions = _SOAK, results: ResultOptions = _RESULTS) -> 
         results.json,
     )  # fmt: skip
     return 0 if result["passed"] else 1
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status."""
-    return run(app, arguments)
 
 
 if __name__ == "__main__":

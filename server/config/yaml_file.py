@@ -161,7 +161,7 @@ def _plain(loader: _CoreLoader, node: yaml.Node, path: Path_, lines: dict[Path_,
             if (value := _plain(loader, value_node, (*path, key), lines)) is not None:
                 values[key] = value
         return values
-    return loader.construct_object(node)  # type: ignore[no-untyped-call]
+    return loader.construct_object(node)
 
 
 # --- sections -------------------------------------------------------------------------------------

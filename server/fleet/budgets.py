@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from server.api.keys import ApiKey, Bucket, too_many_open, too_many_requests, too_many_tokens
 
@@ -37,30 +38,35 @@ _PAUSE_S = 0.02  # between two tellings, which are of all that was given back me
 _AWAY_S = 1.0  # a desk that did not answer is left alone for so long
 
 
-Pair = tuple[float, float]
-"""Of requests, and of tokens."""
+Limit = Literal["requests", "tokens"]
+"""Of a minute. Each has a ledger of its own; the seats are in that of requests."""
+
+
+def _per_minute(key: ApiKey, limit: Limit) -> int | None:
+    return key.requests_per_minute if limit == "requests" else key.tokens_per_minute
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An ingress's claim on a key's budget.
+    """An ingress's claim on one limit of a key.
 
     wanted: what is negative is given back. seat: whether num_open, the key's open
     requests at this ingress, holds one that is not let in yet. turn: of this ingress's claims for
-    the key, ascending. desk_id: of the desk that answered it last, which alone takes things back.
+    the limit, ascending. desk_id: of the desk that answered it last, which alone takes things back.
     spent: what it let in without asking. owed: of all that it let in, what its share of the rate
     has not earned again, a minute's worth at most; for a desk that does not know it.
     """
 
     ingress_id: str
     key: ApiKey
+    limit: Limit
     turn: int
     desk_id: str = ""
-    wanted: Pair = (0.0, 0.0)
+    wanted: float = 0.0
     seat: bool = False
     num_open: int = 0
-    spent: Pair = (0.0, 0.0)
-    owed: Pair = (0.0, 0.0)
+    spent: float = 0.0
+    owed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +79,20 @@ class Grant:
     """
 
     desk_id: str
-    given: Pair = (0.0, 0.0)
-    left: Pair = (0.0, 0.0)
+    given: float = 0.0
+    left: float = 0.0
     wait_s: float = 0.0
     has_seat: bool = True
     is_young: bool = False
 
 
 class _Ledger:
-    """What all ingresses have of one key."""
+    """What all ingresses have of one limit of a key."""
 
-    def __init__(self, key: ApiKey, now_s: float) -> None:
+    def __init__(self, key: ApiKey, limit: Limit, now_s: float) -> None:
         self.seats = key.max_concurrent_requests
-        self.mosts = (key.requests_per_minute, key.tokens_per_minute)
-        self.buckets = tuple(Bucket(most, now_s) for most in self.mosts)
+        self.most = _per_minute(key, limit)
+        self.bucket = Bucket(self.most, now_s)
         self.open: dict[str, tuple[int, int, float]] = {}  # turn, requests, when, by ingress
 
     def note(self, claim: Claim, now_s: float) -> None:
@@ -94,16 +100,9 @@ class _Ledger:
         before = self.open.get(claim.ingress_id)
         if before is None:  # each that is replaced or started again has another id
             self.open = {i: o for i, o in self.open.items() if now_s - o[2] < _FORGOTTEN_S}
-        passed = claim.owed if before is None else claim.spent
-        for bucket, amount in zip(self.buckets, passed, strict=True):
-            bucket.take(amount)
+        self.bucket.take(claim.owed if before is None else claim.spent)
         if before is None or claim.turn > before[0]:
             self.open[claim.ingress_id] = (claim.turn, claim.num_open, now_s)
-
-    def left(self, now_s: float) -> Pair:
-        """What can be taken."""
-        requests, tokens = (max(0.0, bucket.level(now_s)) for bucket in self.buckets)
-        return requests, tokens
 
     def has_seat(self, claim: Claim, now_s: float) -> bool:
         """Whether the request that claim.num_open counts in may stay."""
@@ -125,197 +124,187 @@ class Budgets:
         self._num_ingresses = num_ingresses
         self._clock = clock
         self._started_s = clock()
-        self.ledgers: dict[ApiKey, _Ledger] = {}  # a key with new limits gets a new one
+        # A key with new limits gets new ones.
+        self.ledgers: dict[tuple[ApiKey, Limit], _Ledger] = {}
 
     def take(self, claim: Claim) -> Grant:
         """Answer a claim. All of it is granted or nothing."""
-        now_s = self._clock()
-        ledger = self.ledgers.setdefault(claim.key, _Ledger(claim.key, now_s))
+        now_s, amount = self._clock(), claim.wanted
+        new = _Ledger(claim.key, claim.limit, now_s)
+        ledger = self.ledgers.setdefault((claim.key, claim.limit), new)
+        bucket = ledger.bucket
         ledger.note(claim, now_s)
-        limits = list(zip(ledger.buckets, ledger.mosts, claim.wanted, strict=True))
         if claim.desk_id == self.desk_id:
-            for bucket, _, amount in limits:
-                bucket.take(min(0.0, amount))
+            bucket.take(min(0.0, amount))
         if now_s - self._started_s < YOUNG_S:
             return Grant(self.desk_id, is_young=True)
         if not ledger.has_seat(claim, now_s):
             turn, num_open, told_s = ledger.open[claim.ingress_id]
             ledger.open[claim.ingress_id] = (turn, max(0, num_open - 1), told_s)
             return Grant(self.desk_id, has_seat=False)
-        wait_s = max(bucket.wait_s(amount, now_s) for bucket, _, amount in limits)
-        if wait_s > 0.0:
-            return Grant(self.desk_id, left=ledger.left(now_s), wait_s=wait_s)
-        given = [0.0, 0.0]
-        for i, (bucket, most, amount) in enumerate(limits):
-            if most is not None and amount > 0.0:
-                # Ahead for the next requests, too, where there is enough.
-                left = bucket.level(now_s) - amount
-                ahead = max(0.0, min(_AHEAD * most, left / (4 * self._num_ingresses)))
-                given[i] = amount + int(ahead)
-                bucket.take(given[i])
-        return Grant(self.desk_id, (given[0], given[1]), ledger.left(now_s))
+        wait_s, given = bucket.wait_s(amount, now_s), 0.0
+        if wait_s == 0.0 and ledger.most is not None and amount > 0.0:
+            # Ahead for the next requests, too, where there is enough.
+            left = bucket.level(now_s) - amount
+            ahead = max(0.0, min(_AHEAD * ledger.most, left / (4 * self._num_ingresses)))
+            given = amount + int(ahead)
+            bucket.take(given)
+        return Grant(self.desk_id, given, max(0.0, bucket.level(now_s)), wait_s)
 
 
-class _Part:
-    """One limit of a key at one ingress. held: taken and not used. spent: let in without asking."""
+class _Account:
+    """One limit of a key at one ingress, which the desk keeps. num_open: the key's requests there,
+    where seats are limited. held: taken and not used. spent: let in without asking."""
 
-    def __init__(self, per_minute: int | None, num_ingresses: int, now_s: float) -> None:
+    def __init__(self, key: ApiKey, limit: Limit, uses: FleetUses) -> None:
+        per_minute, now_s = _per_minute(key, limit), uses.clock()
+        self._key = replace(key, digest=b"")  # nothing of a secret leaves the process
+        self._limit = limit
+        self._uses = uses
         self.is_limited = per_minute is not None
-        self.held = 0.0
-        self.spent = 0.0
-        self._num_ingresses = num_ingresses
+        self.seats = key.max_concurrent_requests if limit == "requests" else None
+        self.num_open = self._told_open = 0
+        self._held = self._spent = 0.0
+        self._turn = 0
+        self._desk_id = ""
         self._most = float(per_minute or 1)
-        self._share = self._most / num_ingresses
+        self._share = self._most / uses.num_ingresses
         self._used = Bucket(self._share, now_s)
         self._own: Bucket | None = None  # while the desk is away
         self._left, self._heard_s = 0.0, -1e9
 
-    def hear(self, left: float, now_s: float) -> None:
-        """The desk is there, and so much is left."""
-        self._left, self._heard_s, self._own = left, now_s, None
-
-    def owed(self, now_s: float) -> float:
-        """See Claim."""
-        return self._share - self._used.level(now_s) if self.is_limited else 0.0
-
-    def use(self, amount: float, now_s: float) -> None:
-        """A request was let in. Negative: it was not used after all."""
-        least = self._share - self._most
-        self._used.take(amount)
-        self._used.take(min(0.0, self._used.level(now_s) - least))
-
-    def wait_s(self, amount: float, now_s: float) -> float:
-        """Let in without the desk; 0.0, or the seconds to wait."""
-        if not self.is_limited or amount <= 0.0:
-            return 0.0
-        if self._own is None:
-            self._own = Bucket(self._share, now_s)
-            is_fresh = now_s - self._heard_s < 2.0 * TELL_S
-            self._own.take(self._share - (self._left / self._num_ingresses if is_fresh else 0.0))
-        wait_s = self._own.wait_s(amount, now_s)
-        if wait_s == 0.0:
-            self._own.take(amount)
-            self.use(amount, now_s)
-            self.spent += amount
-        return wait_s
-
-
-class FleetUse:
-    """A server.api.keys.KeyUse whose account the desk keeps. See FleetUses."""
-
-    def __init__(self, key: ApiKey, uses: FleetUses) -> None:
-        now_s = uses.clock()
-        self._key = replace(key, digest=b"")  # nothing of a secret leaves the process
-        self._seats = key.max_concurrent_requests
-        self._uses = uses
-        self._open = 0
-        self._turn = 0
-        self._told_open = 0
-        self._desk_id = ""
-        self._requests = _Part(key.requests_per_minute, uses.num_ingresses, now_s)
-        self._tokens = _Part(key.tokens_per_minute, uses.num_ingresses, now_s)
-        self._parts = (self._requests, self._tokens)
-        self.is_limited = any(p.is_limited for p in self._parts) or self._seats is not None
-
-    async def enter(self) -> None:
-        self._open += 1
-        try:
-            await self._take(self._requests, 1.0, seat=self._seats is not None)
-        except BaseException:
-            self._open -= 1
-            raise
-
-    def leave(self) -> None:
-        self._open -= 1
-        if self._seats is not None:
-            self._uses.news.set()
-
-    async def reserve(self, amount: int) -> None:
-        await self._take(self._tokens, amount)
-
-    def give_back(self, amount: int) -> None:
-        if self._tokens.is_limited:
-            self._tokens.use(-amount, self._uses.clock())
-            self._tokens.held += amount
-            self._uses.news.set()
-
-    async def tell(self) -> None:
-        """Tell the desk what is open, and give back what is left of what was taken."""
-        now_s = self._uses.clock()
-        left = [part.held for part in self._parts]
-        owes = any(part.spent or part.owed(now_s) > 0.0 for part in self._parts)
-        if not (owes or any(left) or self._open or self._told_open):
+    async def take(self, amount: float) -> None:
+        """Take of the limit, and a seat. Raises RateLimitedError."""
+        amount, most = amount if self.is_limited else 0.0, self.seats
+        if self._held >= amount and most is None:
+            self._held -= amount
+            self._use(amount)
             return
-        for part in self._parts:
-            part.held = 0.0
-        if await self._claim((-left[0], -left[1])) is None:  # it is away: ours still
-            for part, amount in zip(self._parts, left, strict=True):
-                part.held += amount
-
-    # -- parts -----------------------------------------------------------------------------
-
-    async def _take(self, part: _Part, amount: float, *, seat: bool = False) -> None:
-        """Take of one limit, and a seat. Raises RateLimitedError."""
-        amount = amount if part.is_limited else 0.0
-        if part.held >= amount and not seat:
-            part.held -= amount
-            part.use(amount, self._uses.clock())
-            return
-        is_requests = part is self._requests
-        wanted = (amount, 0.0) if is_requests else (0.0, amount)
-        grant = await self._claim(wanted, seat=seat)
+        grant = await self._claim(amount, seat=most is not None)
         for _ in range(_SEAT_TRIES):
             if grant is None or grant.has_seat:
                 break
-            self._open -= 1  # who waits holds no seat that another's claim would count
+            self.num_open -= 1  # who waits holds no seat that another's claim would count
             try:
                 await asyncio.sleep(_SEAT_AGAIN_S)
             finally:
-                self._open += 1
-            grant = await self._claim(wanted, seat=seat)
-        most = self._seats if seat else None
+                self.num_open += 1
+            grant = await self._claim(amount, seat=True)
         if grant is None or grant.is_young:
-            if most is not None and self._open > max(1, most // self._uses.num_ingresses):
+            if most is not None and self.num_open > max(1, most // self._uses.num_ingresses):
                 raise too_many_open(most)
-            wait_s = part.wait_s(amount, self._uses.clock())
+            wait_s = self._wait_s(amount)
         elif most is not None and not grant.has_seat:
             raise too_many_open(most)
         else:
             wait_s = grant.wait_s
             if wait_s == 0.0:
-                part.held += sum(grant.given) - amount
-                part.use(amount, self._uses.clock())
+                self._held += grant.given - amount
+                self._use(amount)
         if wait_s > 0.0:
+            is_requests = self._limit == "requests"
             raise too_many_requests(self._key, wait_s) if is_requests else too_many_tokens(wait_s)
 
-    async def _claim(self, wanted: Pair, *, seat: bool = False) -> Grant | None:
+    def give_back(self, amount: float) -> None:
+        """It was taken and not used."""
+        if self.is_limited:
+            self._use(-amount)
+            self._held += amount
+            self._uses.news.set()
+
+    async def tell(self, *, is_open: bool) -> None:
+        """Tell the desk what is open, and give back what is left of what was taken. is_open:
+        whether the key has any request here."""
+        left, owes = self._held, self._spent or self._owed() > 0.0
+        if not (owes or left or is_open or self._told_open):
+            return
+        self._held = 0.0
+        if await self._claim(-left) is None:  # it is away: ours still
+            self._held += left
+
+    async def _claim(self, wanted: float, *, seat: bool = False) -> Grant | None:
         """Ask the desk; None while it is away."""
-        now_s = self._uses.clock()
         self._turn += 1
-        requests, tokens = self._parts
-        spent = (requests.spent, tokens.spent)
-        owed = (requests.owed(now_s), tokens.owed(now_s))
-        requests.spent = tokens.spent = 0.0
+        spent, self._spent = self._spent, 0.0
         grant = await self._uses.ask(
             Claim(
-                self._uses.ingress_id, self._key, self._turn, self._desk_id,
-                wanted, seat, self._open, spent, owed,
+                self._uses.ingress_id, self._key, self._limit, self._turn, self._desk_id,
+                wanted, seat, self.num_open, spent, self._owed(),
             )
         )  # fmt: skip
         if grant is None:
-            requests.spent += spent[0]
-            tokens.spent += spent[1]
+            self._spent += spent
             return None
         if grant.desk_id != self._desk_id:
             # What was taken of another desk is not in this one's books: it is owed.
             if self._desk_id:
-                requests.held = tokens.held = 0.0
+                self._held = 0.0
             self._desk_id = grant.desk_id
-        if not grant.is_young and grant.has_seat:
-            for part, left in zip(self._parts, grant.left, strict=True):
-                part.hear(left, self._uses.clock())
-        self._told_open = self._open
+        if not grant.is_young and grant.has_seat:  # it is there, and so much is left
+            self._left, self._heard_s, self._own = grant.left, self._uses.clock(), None
+        self._told_open = self.num_open
         return grant
+
+    def _owed(self) -> float:
+        """See Claim."""
+        return self._share - self._used.level(self._uses.clock()) if self.is_limited else 0.0
+
+    def _use(self, amount: float) -> None:
+        """A request was let in. Negative: it was not used after all."""
+        least = self._share - self._most
+        self._used.take(amount)
+        self._used.take(min(0.0, self._used.level(self._uses.clock()) - least))
+
+    def _wait_s(self, amount: float) -> float:
+        """Let in without the desk; 0.0, or the seconds to wait."""
+        if not self.is_limited or amount <= 0.0:
+            return 0.0
+        now_s = self._uses.clock()
+        if self._own is None:
+            self._own = Bucket(self._share, now_s)
+            is_fresh = now_s - self._heard_s < 2.0 * TELL_S
+            self._own.take(self._share - (self._left / self._uses.num_ingresses * is_fresh))
+        wait_s = self._own.wait_s(amount, now_s)
+        if wait_s == 0.0:
+            self._own.take(amount)
+            self._use(amount)
+            self._spent += amount
+        return wait_s
+
+
+class FleetUse:
+    """A server.api.keys.KeyUse whose accounts the desk keeps. See FleetUses."""
+
+    def __init__(self, key: ApiKey, uses: FleetUses) -> None:
+        self._requests = _Account(key, "requests", uses)
+        self._tokens = _Account(key, "tokens", uses)
+        self._news = uses.news
+        both = (self._requests, self._tokens)
+        self.told = [one for one in both if one.is_limited or one.seats is not None]
+
+    async def enter(self) -> None:
+        self._requests.num_open += 1
+        try:
+            await self._requests.take(1.0)
+        except BaseException:
+            self._requests.num_open -= 1
+            raise
+
+    def leave(self) -> None:
+        self._requests.num_open -= 1
+        if self._requests.seats is not None:
+            self._news.set()
+
+    async def reserve(self, amount: int) -> None:
+        await self._tokens.take(amount)
+
+    def give_back(self, amount: int) -> None:
+        self._tokens.give_back(amount)
+
+    async def tell(self) -> None:
+        """Tell the desk what is open and what is left of what was taken."""
+        is_open = self._requests.num_open > 0
+        await asyncio.gather(*(account.tell(is_open=is_open) for account in self.told))
 
 
 class FleetUses:
@@ -347,7 +336,7 @@ class FleetUses:
     def of(self, key: ApiKey) -> FleetUse:
         """The account of a key."""
         use = FleetUse(key, self)
-        if use.is_limited:
+        if use.told:
             self._uses.append(use)
         return use
 

@@ -143,6 +143,7 @@ class SharedTasks:
         forget: Callable[[str], None] | None = None,
     ) -> None:
         self._own = own
+        self.adapters: AdapterAdmin | None = own.adapters
         self._forget = forget
         self._desk = desk
         self._id = ingress_id
@@ -159,10 +160,6 @@ class SharedTasks:
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
         return self._own.tasks
-
-    @property
-    def adapters(self) -> AdapterAdmin | None:
-        return self._own.adapters
 
     def corpus_size(self, task: str) -> CorpusSize | None:
         return self._own.corpus_size(task)

@@ -11,7 +11,6 @@ the same path replace the engines of their model; ingresses, the desk and what t
 from __future__ import annotations
 
 import functools
-import hashlib
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.config import ServerConfig
+from server.engine.calibrations import digest
 
 if TYPE_CHECKING:
     from server.api.engines.client import EngineSpec
@@ -113,11 +113,7 @@ _FOR_INGRESS = (".json", ".jinja", ".model", ".txt", ".yaml")
 
 def version_of(*parts: object) -> str:
     """Of values whose repr tells all of them."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(repr(part).encode())
-        digest.update(b"\0")
-    return digest.hexdigest()[:16]
+    return digest(*map(repr, parts))
 
 
 def files_id(paths: Iterable[Path], *, endings: Sequence[str] = ("",)) -> str:

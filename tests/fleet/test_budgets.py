@@ -173,7 +173,7 @@ async def test_the_desk_forgets_ingresses_that_were_replaced() -> None:
     assert fleet.desk is not None
     for i in range(20):
         fleet.clock.now_s += 100.0
-        fleet.desk.take(Claim(f"new{i}", fleet.key, 1))
+        fleet.desk.take(Claim(f"new{i}", fleet.key, "requests", 1))
     [ledger] = fleet.desk.ledgers.values()
     assert len(ledger.open) < 5
 

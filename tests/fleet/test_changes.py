@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -103,7 +103,7 @@ class Desk:
 
 class Ingress:
     def __init__(self, name: str, files: Files, desk: Any) -> None:
-        self.admin: Any = Admin(files)
+        self.admin = cast("Any", Admin(files))
         self.shared = SharedTasks(self.admin, desk, name)
         self.told: list[set[str]] = []
         self.engines = Engines()

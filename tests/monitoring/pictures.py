@@ -5,7 +5,7 @@
 
 Sends a few rounds of prompts that several tasks share, runs the playground with and without drafts,
 and writes `dashboard.png`, `playground.png` (a desktop's width) and `playground-phone.png` (a
-phone's, with the page's own example), and each of them with `-dark` in its name in the dark theme.
+phone's), with the page's own example, and each of them with `-dark` in its name in the dark theme.
 Needs Chromium (Debian: apt-get install chromium) and the extra `page`.
 """
 
@@ -56,14 +56,6 @@ TASK_PROMPTS = {
         )
     ],
 }
-
-
-EXAMPLE = """Text: Marie Curie was born in Warsaw in 1867.
-JSON: {"name": "Marie Curie", "city": "Warsaw", "born": 1867}
-
-Text: Ada Lovelace was born in London in 1815.
-JSON:"""
-"""What the desktop's playground is asked, of the task `extraction`."""
 
 
 NAMES = ("dashboard", "playground", "playground-phone")
@@ -125,7 +117,6 @@ def _pictures(
         traffic.result()
         desktop.set_viewport_size({"width": 1000, "height": 1000})
         desktop.select_option("#model", "extraction")
-        desktop.fill("#prompt", EXAMPLE)
         _run(desktop)
         _shoot(desktop, desktop.locator("#try"), out, NAMES[1])
         phone = open_page(browser, 390, 1100)
