@@ -7,7 +7,6 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,20 +18,17 @@ from tests.fakes.scripted_engine import ScriptedEngine, saying
 FOLDER = Path(__file__).parent
 
 
-@pytest.fixture
-def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script of this folder as a module. They import `environment` as scripts do."""
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    return importlib.import_module(request.param)
-
+with pytest.MonkeyPatch.context() as _patch:  # they import `environment` as scripts do
+    _patch.syspath_prepend(str(FOLDER))
+    schemathesis_run: Any = importlib.import_module("schemathesis_run")
+    openai_api_tests: Any = importlib.import_module("openai_api_tests")
 
 server = over(ScriptedEngine(saying([5])))
 
 
-@pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
-def test_only_models_and_amounts_are_narrowed(script: ModuleType, server: LiveServer) -> None:
+def test_only_models_and_amounts_are_narrowed(server: LiveServer) -> None:
     document = server.http.get(server.url + "/openapi.json").json()
-    narrow = script.narrowed(copy.deepcopy(document), ["a", "b"])
+    narrow = schemathesis_run.narrowed(copy.deepcopy(document), ["a", "b"])
 
     def properties(path: str, of: Any = narrow) -> Any:
         body = of["paths"][path]["post"]["requestBody"]
@@ -46,15 +42,14 @@ def test_only_models_and_amounts_are_narrowed(script: ModuleType, server: LiveSe
     assert whole == {**before["max_tokens"]["anyOf"][0], "maximum": 3} and null == {"type": "null"}
     [parameter] = narrow["paths"]["/v1/models/{model}"]["get"]["parameters"]
     assert parameter["schema"] == {"enum": ["a", "b", "nobody"]}
-    deep = script.deepened(narrow)
+    deep = schemathesis_run.deepened(narrow)
     assert list(deep["paths"]) == ["/v1/completions", "/v1/chat/completions"]
     deepest = properties("/v1/completions")
-    assert set(deepest) == set(before) & set(script.DEEP_FIELDS) and "suffix" in before
+    assert set(deepest) == set(before) & set(schemathesis_run.DEEP_FIELDS) and "suffix" in before
     assert "anyOf" in deepest["prompt"] and deepest["max_tokens"] == fields["max_tokens"]
 
 
-@pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
-def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType) -> None:
+def test_openai_s_operations_are_asked_with_all_their_fields() -> None:
     def asks(name: str) -> dict[str, Any]:
         body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         answer: Any = {"200": {"content": {"application/json": {"schema": {}}}}}
@@ -85,7 +80,7 @@ def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType)
         },
         "components": {"schemas": schemas},
     }
-    told = script.openai_document(copy.deepcopy(document))
+    told = schemathesis_run.openai_document(copy.deepcopy(document))
     assert {path: list(methods) for path, methods in told["paths"].items()} == {
         "/v1/completions": ["post"],
         "/v1/chat/completions": ["post"],
@@ -98,32 +93,32 @@ def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType)
         "properties": {"seed": {"type": "number"}, "messages": {}},
         "required": ["messages", "seed"],
     }
-    assert set(chat["responses"]) == {"200", *script.REFUSALS}
+    assert set(chat["responses"]) == {"200", *schemathesis_run.REFUSALS}
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     refused = chat["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
     assert refused.endswith("/ErrorResponse") and "ErrorResponse" in told["components"]["schemas"]
     assert "security" not in chat
-    asked = script.narrowed(told, ["a"])["paths"]["/v1/completions"]["post"]["requestBody"]
+    asked = schemathesis_run.narrowed(told, ["a"])["paths"]["/v1/completions"]["post"][
+        "requestBody"
+    ]
     schema = asked["content"]["application/json"]["schema"]
     assert schema["properties"] == {"prompt": {}, "model": {"enum": ["a"]}}
 
 
-@pytest.mark.parametrize("script", ["openai_api_tests"], indirect=True)
-def test_model_names_become_the_served_one_and_prompts_stay(script: ModuleType) -> None:
+def test_model_names_become_the_served_one_and_prompts_stay() -> None:
     source = (
         'create(model="gpt-3.5-turbo-instruct", prompt="gpt is a word", user="user-1")\n'
         'retrieve("gpt-6-astra"); retrieve("o3-mini"); retrieve("")\n'
         'create(model="model", input="model")\n'
     )
-    assert script.name_served_model(source, "my/model") == (
+    assert openai_api_tests.name_served_model(source, "my/model") == (
         'create(model="my/model", prompt="gpt is a word", user="user-1")\n'
         'retrieve("my/model"); retrieve("my/model"); retrieve("")\n'
         'create(model="my/model", input="model")\n'
     )
 
 
-@pytest.mark.parametrize("script", ["openai_api_tests"], indirect=True)
-def test_exactly_the_named_tests_are_left_out(script: ModuleType, tmp_path: Path) -> None:
+def test_exactly_the_named_tests_are_left_out(tmp_path: Path) -> None:
     kept = {
         "TestCompletions": ["method_create_overload_1", "path_params_update"],
         "TestAsyncCompletions": ["streaming_response_create_overload_2"],
@@ -151,7 +146,7 @@ def test_exactly_the_named_tests_are_left_out(script: ModuleType, tmp_path: Path
     (tmp_path / "test_shipped.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider",
-         "--rootdir", str(tmp_path), "-k", script.selection(), str(tmp_path)],
+         "--rootdir", str(tmp_path), "-k", openai_api_tests.selection(), str(tmp_path)],
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     found = [line.split("::")[1:] for line in done.stdout.splitlines() if "::" in line]
