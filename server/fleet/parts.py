@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.config import ServerConfig
+from server.config.server import with_overrides
 from server.engine.calibrations import digest
 
 if TYPE_CHECKING:
@@ -62,10 +63,8 @@ class FleetParts:
         from server.wiring.server import plan_server
         from server.wiring.task_set import server_tasks
 
-        config = self.server
-        if config.engine.threads is None:
-            engine = config.engine.model_copy(update={"threads": threads})
-            config = config.model_copy(update={"engine": engine})
+        own = self.server.engine.threads or threads
+        config = with_overrides(self.server, "engine", {"threads": own})
         folders = {m.name: ready_folder(m, config.engine) for m in config.models}
         return plan_server(config, server_tasks(config), folders, lambda: server_tasks(config))
 
