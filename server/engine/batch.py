@@ -32,6 +32,10 @@ UInt32 = npt.NDArray[np.uint32]
 Float32 = npt.NDArray[np.float32]
 
 
+BANNED = -100.0
+"""A bias of this and less excludes its id."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrawParams:
     """What the sampler needs of one sequence beyond the row's logits. One per (sequence, version).
@@ -44,8 +48,8 @@ class DrawParams:
         and whether it is in the prompt (0/1). Empty without penalties.
     num_generated: tokens generated so far, the root of this step included when it is one of them;
         of any earlier step where sampling.min_tokens is 0.
-    is_greedy: whether a draw without mask is the argmax of the raw logits and nothing more is told
-        of it.
+    is_greedy: whether a draw is the likeliest of the ids that it may give, by the raw logits, and
+        nothing more is told of it. excludes: whether it may lack ids without a mask.
     allowed_ids: int64, sampling.allowed_token_ids: maybe 10^5, which each draw would read again.
     """
 
@@ -57,12 +61,16 @@ class DrawParams:
     count_prompt: Int32
     num_generated: int
     is_greedy: bool = field(init=False)
+    excludes: bool = field(init=False)
     allowed_ids: Int64 | None = field(init=False)
 
     def __post_init__(self) -> None:
-        is_greedy = self.takes_argmax(-1) and self.sampling.num_logprobs is None
-        allowed = self.sampling.allowed_token_ids
+        s, allowed = self.sampling, self.sampling.allowed_token_ids
+        banned = all(bias <= BANNED for _, bias in s.logit_bias)
+        is_greedy = s.takes_likeliest and s.num_logprobs is None and not s.has_penalties and banned
+        excludes = bool(s.logit_bias) or allowed is not None or s.min_tokens > 0
         object.__setattr__(self, "is_greedy", is_greedy)
+        object.__setattr__(self, "excludes", excludes)
         object.__setattr__(
             self, "allowed_ids", None if allowed is None else np.array(allowed, np.int64)
         )

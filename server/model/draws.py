@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import (
+    BANNED,
     Batch,
     Drawn,
     DrawParams,
@@ -62,7 +63,7 @@ def allowed_words(batch: Batch, draw: int, path: Sequence[int], num_ids: int) ->
     """
     params = batch.params[batch.draw_params[draw]]
     s, mask_id = params.sampling, int(batch.draw_mask[draw])
-    gone = [i for i, bias in s.logit_bias if bias <= -100.0]
+    gone = [i for i, bias in s.logit_bias if bias <= BANNED]
     if params.num_generated + len(path) < s.min_tokens:
         gone += params.banned_until.tolist()
     num = -(-num_ids // 32)
@@ -125,7 +126,7 @@ def adjustments(
     params = batch.params[batch.draw_params[draw]]
     s = params.sampling
     num_ids = width if column_ids is None else int(column_ids[-1]) + 1
-    added = [(i, bias) for i, bias in s.logit_bias if bias > -100.0]
+    added = [(i, bias) for i, bias in s.logit_bias if bias > BANNED]
     bias_ids = np.array([i for i, _ in added], np.int64)
     biases = np.array([bias for _, bias in added], np.float64)
     ids, out, prompt = penalty_counts(params, path) if s.has_penalties else _NO_COUNTS

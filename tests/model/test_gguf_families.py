@@ -18,7 +18,7 @@ from server.model.gguf_config import BY_TRANSFORMERS, config_values
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
-from server.types import EngineSizes
+from server.types import EngineSizes, SamplingParams
 from tests.model import gguf_generic_models as generic
 from tests.model.batches import BatchBuilder, Pages, draw_params, run
 from tests.model.families import served, tokens, truth
@@ -59,20 +59,35 @@ def test_a_file_gives_transformers_logits_in_both_forms(family: str, tmp_path: P
     assert 0.0 < float(error.mean()) < 0.2  # of the activations, which are rounded to 8 bits
 
 
-def test_greedy_ids_are_those_of_all_logits_where_few_rows_fit_a_step(tmp_path: Path) -> None:
-    family, num = next(iter(MODELS)), 4
+@pytest.mark.parametrize("share", [None, 0.5, 0.005])
+def test_greedy_ids_are_the_likeliest_allowed_of_all_logits(
+    share: float | None, tmp_path: Path
+) -> None:
+    """Few rows fit a step. share: of the ids a grammar allows each row; None: there is none."""
+    family, num, random = next(iter(MODELS)), 4, np.random.default_rng(5)
     write(MODELS[family], MODELS[family].build(), tmp_path / "blocks.gguf", "Q8_0")
     folder = model_folder(str(tmp_path / "blocks.gguf"), "file")
-    want = served(folder, IDS, VOCAB_SIZE).argmax(axis=1).tolist()
+    allowed = random.random((len(IDS), VOCAB_SIZE)) < (share or 1.0)
+    allowed[np.arange(len(IDS)), random.integers(3, VOCAB_SIZE, len(IDS))] = True
+    allowed[:, [1, 2]] = False
+    own = [
+        SamplingParams(temperature=0.0, logit_bias=((1, -100.0), (2, -101.0))),
+        SamplingParams(temperature=0.0, min_tokens=9),
+    ]
+    logits = served(folder, IDS, VOCAB_SIZE)
+    want = np.where(allowed, logits, -np.inf).argmax(axis=1).tolist()
     sizes = EngineSizes(max_num_seqs=2, max_num_batched_tokens=num, kv_bytes=8 << 20)
     spec, got = RunnerSpec("tiny", str(folder), sizes=sizes, max_model_len=96), list[int]()
     with closing(build_runner(spec)) as runner:
         table = Pages(runner.info.num_blocks).sequence(len(IDS))
         for first in range(0, len(IDS), num):
             builder = BatchBuilder()
-            params = builder.add_params(draw_params())
-            for row in builder.add_rows(table, IDS[first : first + num], first):
-                builder.draw(row, params)
+            params = [builder.add_params(draw_params(s, banned_until=(1, 2))) for s in own]
+            for i, row in enumerate(builder.add_rows(table, IDS[first : first + num], first)):
+                ids, mask = [1, 2, *np.flatnonzero(allowed[first + i]).tolist()], -1
+                if share is not None:
+                    mask = builder.add_mask(ids, VOCAB_SIZE)
+                builder.draw(row, params[i % 2], mask=mask)
             got += run(runner, builder.build()).token_ids.tolist()
     assert got == want
 

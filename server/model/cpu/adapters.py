@@ -259,6 +259,12 @@ class AdapterBank:
         places = () if batch.seq_adapters is None else batch.seq_adapters.tolist()
         return any(p >= 0 and self._held[p].embedding is not None for p in places)
 
+    def head_ids(self, batch: Batch) -> list[Int64]:
+        """Of adapters of the batch that have rows of the head of their own, the ids of these."""
+        places = () if batch.seq_adapters is None else batch.seq_adapters.tolist()
+        own = [self._held[p].head for p in places if p >= 0]
+        return [head.ids for head in own if head is not None]
+
     def embed(self, batch: Batch, x: Float32) -> None:
         """Put adapters' own rows of the embedding over x[r], that of row r's id."""
         scale = np.float32(self._shape.embedding_scale)

@@ -11,11 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.engine.batch import NO_TOKEN_LEFT, Batch, Drawn, Int32, likeliest_first, places_of
+from server.engine.batch import (
+    NO_TOKEN_LEFT,
+    Batch,
+    Drawn,
+    Int32,
+    UInt32,
+    likeliest_first,
+    places_of,
+)
 from server.model.cpu import kernels
 from server.model.cpu.head import FullLogits, padded
-from server.model.cpu.records import FAILED, LANES, Float32
-from server.model.draws import adjustments, noise_key, undrawn
+from server.model.cpu.records import ALL_IDS, FAILED, LANES, Float32
+from server.model.draws import adjustments, allowed_words, noise_key, undrawn
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
 _FIRST = np.zeros(1, np.int64)
@@ -115,7 +123,8 @@ class Draws:
         ]
         if all(plain):
             drawn = np.empty(len(rows), np.int32)
-            kernels.greedy(np.array(rows, np.int64), full.logits, full.states, drawn)
+            at = np.array(rows, np.int64)
+            kernels.greedy(at, ALL_IDS, 0, full.logits, full.states, drawn)
             ids = drawn.tolist()
         else:
             ids = [
@@ -226,13 +235,21 @@ def _reason(hidden: Float32) -> str:
     return "the model produced values that are not finite"
 
 
-def takes_argmax(batch: Batch) -> bool:
-    """Whether all that a step gives is the argmax of each draw's raw logits of the base model."""
-    return (
-        batch.draw_slice is None
-        and batch.draw_keep is None
-        and batch.seq_adapters is None
-        and not batch.score_rows.shape[0]
-        and not batch.masks.shape[0]
-        and all(params.is_greedy for params in batch.params)
-    )
+def words_of(batch: Batch, num_ids: int) -> UInt32 | None:
+    """Which of the base model's num_ids ids each draw may give (Wanted.words), where all that a
+    step tells is the likeliest of them; else None."""
+    if (
+        batch.draw_slice is not None
+        or batch.draw_keep is not None
+        or batch.score_rows.shape[0]
+        or not all(params.is_greedy for params in batch.params)
+    ):
+        return None
+    if not batch.masks.shape[0] and not any(params.excludes for params in batch.params):
+        return ALL_IDS
+    words = np.full((batch.num_draws, -(-num_ids // 32)), 0xFFFFFFFF, np.uint32)
+    for d in range(batch.num_draws):
+        own = allowed_words(batch, d, batch.path_tokens(d), num_ids)
+        if own is not None:
+            words[d] = own
+    return words

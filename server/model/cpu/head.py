@@ -24,6 +24,7 @@ from server.engine.batch import Batch, Int32
 from server.model.cpu.kernels import copy_bytes, greedy, likeliest, product
 from server.model.cpu.linear import aligned, float_linear
 from server.model.cpu.records import (
+    ALL_IDS,
     LANES,
     NO_LIKELY,
     PANEL,
@@ -116,7 +117,7 @@ class FullHead:
     def logits_of(self, rows: npt.NDArray[Any], states: Float32) -> FullLogits:
         """Full logits of states[rows]; rows may repeat."""
         rows = np.unique(rows)
-        self.fill(Wanted(rows, _NO_IDS, *NO_LIKELY, np.zeros(2, np.int64)), states)
+        self.fill(Wanted(rows, _NO_IDS, ALL_IDS, *NO_LIKELY, np.zeros(2, np.int64)), states)
         return self.found(rows)
 
     def fill(self, wanted: Wanted, states: Float32) -> None:
@@ -130,7 +131,8 @@ class FullHead:
             head.logits[:num, head.vocab_size :] = -np.inf
         if wanted.greedy.shape[0]:
             lines = np.arange(num)
-            greedy(lines, head.logits, head.states, wanted.greedy)
+            of_ids = wanted.words, head.vocab_size
+            greedy(lines, *of_ids, head.logits, head.states, wanted.greedy)
             likely = wanted.likely_ids, wanted.chances
             if likely[0].size:
                 likeliest(lines, lines, head.logits, head.states, *likely)

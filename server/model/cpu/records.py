@@ -478,18 +478,23 @@ class Head(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a step gives. rows int32 [n]: those with logits. greedy int32 [n]: filled with their
-    argmax, FAILED for one that is not finite; [0]: nothing is drawn. likely_ids int32, chances
-    float32 [n, K]: filled as a Likely (engine/batch.py), with a Screen by its logits of ids that
-    have no chance to speak of; [0, 0]: none are wanted. clock int64 [2]: filled with nanoseconds of
-    time.perf_counter_ns at the head's beginning and end."""
+    """What a step gives. rows int32 [n]: those with logits. greedy int32 [n]: filled with the
+    likeliest id that each may give, FAILED where there is none or the row is not finite, and a
+    Screen may leave all other logits out; [0]: nothing is drawn. words: uint32 [n, words], bit set
+    = it may give the id; [0, 0]: any. likely_ids int32, chances float32 [n, K]: filled as a Likely
+    (engine/batch.py), with a Screen by the logits that it leaves; [0, 0]: none are wanted. clock
+    int64 [2]: filled with nanoseconds of time.perf_counter_ns at the head's beginning and end."""
 
     rows: Int32
     greedy: Int32
+    words: UInt32x2
     likely_ids: Int32x2
     chances: Float32x2
     clock: Int64
 
+
+ALL_IDS = np.zeros((0, 0), np.uint32)
+"""Wanted.words of rows that may give any id."""
 
 NO_LIKELY = (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 """Wanted.likely_ids and chances where none are wanted."""

@@ -26,11 +26,12 @@ from server.machine import cores
 from server.model.adapter import check_adapter
 from server.model.cpu import kernels
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
-from server.model.cpu.draws import Draws, takes_argmax
+from server.model.cpu.draws import Draws, words_of
 from server.model.cpu.head import FullHead, FullLogits, SlicedHead, padded
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import aligned, grown, new_work
 from server.model.cpu.records import (
+    ALL_IDS,
     FAILED,
     KV_BYTES,
     KV_TYPES,
@@ -45,6 +46,7 @@ from server.model.cpu.records import (
     Scratch,
     Shape,
     UInt8,
+    UInt32,
     Wanted,
     one_layer,
     tile_rows,
@@ -248,7 +250,8 @@ class CpuRunner:
                     block_tables=rows[:, None], draw_rows=rows,
                 )  # fmt: skip
                 token_ids = np.zeros(num, np.int32)
-                self._compute(batch, Wanted(rows, token_ids, *NO_LIKELY, self._clock), None)
+                wanted = Wanted(rows, token_ids, ALL_IDS, *NO_LIKELY, self._clock)
+                self._compute(batch, wanted, None)
                 states.append(self._head.record(num).states[:num].copy())
             half = np.concatenate(states[steps // 2 :])[: info.max_num_batched_tokens]
             screen = make_screen(self._head.record(half.shape[0]), head_rows, half, self._work)
@@ -373,7 +376,7 @@ class CpuRunner:
         measurements of what goes into products."""
         memory = (one_layer(self._positions, layer), self._cache, self._scratch)
         layers, adapters = one_layer(self._weights.layers, layer), self._adapters
-        nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
+        nothing = Wanted(_NOTHING, _NOTHING, ALL_IDS, *NO_LIKELY, self._clock)
         spans = adapters.spans(batch)
         kernels.step(
             self._table, layers, memory, self._record_shape, adapters.record, self._head.record(0),
@@ -391,14 +394,15 @@ class CpuRunner:
             held = None
         started = time.perf_counter()
         self._kernel_threads.wake()
-        plain = held is not None or takes_argmax(batch)
+        words, own = (ALL_IDS, False) if held is not None else self._words(batch)
+        plain = words is not None and not own
         if held is not None:
             wanted, answers = held.wanted, held.answers
-        elif plain:
+        elif words is not None:
             answers = undrawn(batch, is_plain=True)
             likely = answers.likely
             wanted = Wanted(
-                batch.draw_rows, answers.token_ids,
+                batch.draw_rows, answers.token_ids, words,
                 *(NO_LIKELY if likely is None else (likely.ids, likely.chances)), self._clock,
             )  # fmt: skip
         else:
@@ -407,7 +411,7 @@ class CpuRunner:
                 uncached = np.array([s.table < 0 for s in batch.slices] + [True])
                 rows = rows[uncached[batch.draw_slice]]
             rows = np.unique(np.concatenate((rows, batch.score_rows)))
-            wanted = Wanted(rows, _NOTHING, *NO_LIKELY, self._clock)
+            wanted = Wanted(rows, _NOTHING, ALL_IDS, *NO_LIKELY, self._clock)
         try:
             self._compute(batch, wanted, held)
             began, ended = self._clock.tolist()
@@ -420,10 +424,23 @@ class CpuRunner:
         finally:
             self._kernel_threads.rest()
         # Ends are made of what the arrays hold now: of a step in which every row is drawn from.
-        is_alike = plain and not (batch.num_likely or answers.problems)
+        is_alike = plain and not (wanted.words.size or batch.num_likely or answers.problems)
         if is_alike and batch.num_draws == batch.num_rows and self._table.num_rows:
             self._held = held or _Held(batch, wanted, answers)
         return answers
+
+    def _words(self, batch: Batch) -> tuple[UInt32 | None, bool]:
+        """(what draws may give, where a step needs no more than the likeliest of it, as Wanted has
+        it, else None; whether adapters' own rows of the head are still to be looked at)."""
+        num_ids = self._shape.vocab_size
+        words, own = words_of(batch, num_ids), self._adapters.head_ids(batch)
+        if own:
+            # A row in place of one of the base's may be less likely than that was, and one row's
+            # logits are one draw's then.
+            is_other = min(ids[0] for ids in own) < num_ids
+            if is_other or np.unique(batch.draw_rows).shape[0] < batch.num_draws:
+                words = None
+        return words, bool(own)
 
     def _draw(self, batch: Batch, rows: Int32) -> Drawn:
         """The draws of a step that gave the full head's logits of these rows."""
@@ -443,7 +460,7 @@ class CpuRunner:
     def _compute(self, batch: Batch, wanted: Wanted, held: _Held | None) -> None:
         """The layers on the rows, and the head on what is wanted."""
         if self._head.in_file and wanted.rows.shape[0]:
-            nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
+            nothing = Wanted(_NOTHING, _NOTHING, ALL_IDS, *NO_LIKELY, self._clock)
             self._compute(batch, nothing, None)
             self._head.fill(wanted, self._scratch.hidden)
             return

@@ -13,7 +13,7 @@ from server.model.cpu.integers.forms import BLOCK, COARSE, PANEL, panels_of
 from server.model.cpu.integers.packed import integer_linear
 from server.model.cpu.integers.weights import Part
 from server.model.cpu.linear import activations, aligned
-from server.model.cpu.records import Float32, Head, Screen, UInt8, Work
+from server.model.cpu.records import ALL_IDS, Float32, Head, Screen, UInt8, Work
 
 _TWICE = 2
 """Blocks of the largest inputs, which come twice. Of SmolLM2's outputs 0.5 % may then be the
@@ -49,6 +49,6 @@ def make_screen(
     kernels.build_screen(head.vocab_size, num_inputs, screen, room, work)
     screen = with_room(screen, num)
     head.states[:num] = states
-    kernels.screened(num, head._replace(screen=screen), work)
+    kernels.screened(num, head._replace(screen=screen), ALL_IDS, work)
     pays = screen.num_found[::8].max() <= screen.limit * num
     return screen if always or pays else None

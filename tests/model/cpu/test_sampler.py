@@ -16,7 +16,7 @@ from server.model.cpu import kernels as cpu_sampler
 from server.model.cpu.draws import Draws
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels.sampling import DrawSettings
-from server.model.cpu.records import FAILED
+from server.model.cpu.records import ALL_IDS, FAILED
 from server.model.draws import allowed_words, noise_key, undrawn
 from server.types import DRAW_NUMBERS, SamplingParams
 from tests.fakes import reference_sampler as sampling
@@ -114,7 +114,7 @@ def test_greedy_is_the_lowest_id_of_the_largest() -> None:
     every = [_row(np.random.default_rng(seed), ties=seed % 2 == 0) for seed in range(200)]
     rows = _padded(np.stack(every))
     out = np.zeros(200, np.int32)
-    cpu_sampler.greedy(np.arange(200), rows, np.zeros((200, 8), np.float32), out)
+    cpu_sampler.greedy(np.arange(200), ALL_IDS, 0, rows, np.zeros((200, 8), np.float32), out)
     assert out.tolist() == rows.argmax(axis=1).tolist()
 
 
@@ -123,7 +123,7 @@ def test_a_row_with_nan_fails_alone() -> None:
     hidden[1, 19] = np.nan
     logits = np.zeros((2, PADDED), np.float32)
     out = np.zeros(2, np.int32)
-    cpu_sampler.greedy(np.array([0, 1]), logits, hidden, out)
+    cpu_sampler.greedy(np.array([0, 1]), ALL_IDS, 0, logits, hidden, out)
     assert out.tolist() == [0, FAILED]
 
 

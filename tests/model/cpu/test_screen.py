@@ -14,7 +14,7 @@ from server.model.cpu.head import FullHead, PackedHead
 from server.model.cpu.integers.packed import integer_linear
 from server.model.cpu.integers.weights import Part, from_ggml, pack
 from server.model.cpu.linear import Arena, activations, new_work
-from server.model.cpu.records import Float32, Head, UInt8, Work
+from server.model.cpu.records import ALL_IDS, FAILED, Float32, Head, UInt8, UInt32, Work
 from server.model.cpu.screen import make_screen
 
 WIDTH, ROOM = 96, 8
@@ -44,12 +44,14 @@ def _head(rows: UInt8) -> tuple[Head, Work]:
     return FullHead(packed, rows.shape[0], work).record(ROOM), work
 
 
-def _logits(head: Head, states: Float32, work: Work, *, screened: bool) -> Float32:
+def _logits(
+    head: Head, states: Float32, work: Work, *, screened: bool, words: UInt32 = ALL_IDS
+) -> Float32:  # fmt: skip
     num = states.shape[0]
     head.states[:num] = states
     head.logits[:] = np.nan
     if screened:
-        kernels.screened(num, head, work)
+        kernels.screened(num, head, words, work)
     else:
         kernels.product(head.states, num, head.weights, head.logits, 0.0, work)
     return head.logits[:num, : head.vocab_size].copy()
@@ -80,6 +82,40 @@ def test_each_rows_largest_logit_is_the_heads_own(seed: int, outputs: int, sharp
     np.testing.assert_array_equal(own.argmax(axis=1), full.argmax(axis=1))
     np.testing.assert_array_equal(own.max(axis=1), full.max(axis=1))
     assert (own[own != full] < np.broadcast_to(top, own.shape)[own != full]).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32), outputs=st.integers(33, 700),
+    shares=st.lists(st.sampled_from([0.0, 0.004, 0.01, 0.5, 0.99, 1.0]), min_size=1, max_size=4),
+)  # fmt: skip
+def test_each_rows_likeliest_allowed_id_is_the_heads_own(
+    seed: int, outputs: int, shares: list[float]
+) -> None:
+    draws = np.random.default_rng(seed)
+    weights = draws.standard_normal((outputs, WIDTH)).astype(np.float32)
+    weights[draws.integers(0, outputs, 20)] = weights[0]  # ties
+    states, rows = _states(draws, len(shares)), _rows(weights)
+    head, work = _head(rows)
+    full = _logits(head, states, work, screened=False)
+    screen = make_screen(head, rows, states, work, always=True)
+    assert screen is not None
+    num_words = -(-outputs // 32)
+    allowed = draws.random((len(shares), 32 * num_words)) < np.array(shares)[:, None]
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+    screened = head._replace(screen=screen)
+    own = _logits(screened, states, work, screened=True, words=words)
+    lines, drawn = np.arange(len(shares)), np.empty(len(shares), np.int32)
+    kernels.greedy(lines, words, outputs, head.logits, head.states, drawn)
+    for i, token in enumerate(drawn.tolist()):
+        left = np.where(allowed[i, :outputs], full[i], -np.inf)
+        if not allowed[i, :outputs].any():
+            assert token == FAILED
+            continue
+        assert token == left.argmax() and own[i, token] == left.max()
+        few = allowed.sum(axis=1).max() <= screen.limit
+        if few:  # nothing else is computed
+            assert np.isneginf(own[i][~allowed[i, :outputs]]).all()
 
 
 def test_of_equal_logits_the_first_is_found() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from server.engine.batch import HeadSlice
-from server.model.cpu.draws import takes_argmax
+from server.model.cpu.draws import words_of
 from server.model.cpu.head import SlicedHead, float_head, padded
 from server.model.cpu.kernels import argmax, gather_logits
 from server.model.cpu.linear import new_work, packed
@@ -100,7 +100,8 @@ def test_a_step_that_draws_itself_tells_the_same_likeliest_ids(runner: CpuRunner
     )  # fmt: skip
     one = np.zeros(1, np.int32)
     other = replace(plain, score_rows=plain.draw_rows[:1], score_targets=one, score_top=one)
-    assert takes_argmax(plain) and not takes_argmax(other)
+    num_ids = runner.info.vocab_size
+    assert words_of(plain, num_ids) is not None and words_of(other, num_ids) is None
     got, want = run(runner, plain), run(runner, other)
     assert got.likely is not None and want.likely is not None
     assert got.token_ids.tolist() == want.token_ids.tolist() == got.likely.ids[:, 0].tolist()

@@ -30,6 +30,7 @@ from server.model.cpu.records import (
     Int64x2,
     UInt8x2,
     UInt32,
+    UInt32x2,
 )  # fmt: skip
 
 _CHUNK = 256
@@ -82,15 +83,6 @@ def argmax(x: Float32) -> int:
 
 @entry
 @compiled
-def greedy(rows: Int64, logits: Float32x2, hidden: Float32x2, out: Int32) -> None:
-    """out[i] = argmax of logits[rows[i]], or FAILED where the hidden row is not finite."""
-    for i in range(rows.shape[0]):
-        r = rows[i]
-        out[i] = argmax(logits[r]) if is_finite_row(hidden[r]) else FAILED
-
-
-@entry
-@compiled
 def masked_argmax(x: Float32, mask: UInt32, vocab_size: int) -> int:
     """Lowest index of the largest of float32 x[:vocab_size] whose bit of `mask` (uint32 words) is
     set; FAILED when there is none above -inf. A grammar's masks are mostly empty or full words."""
@@ -113,6 +105,25 @@ def masked_argmax(x: Float32, mask: UInt32, vocab_size: int) -> int:
                 best = x[i]
                 where = i
     return where
+
+
+@compiled
+def likeliest_allowed(x, words, i, vocab_size):
+    """The likeliest id of a row of logits that row i of Wanted.words allows, or FAILED."""
+    return masked_argmax(x, words[i], vocab_size) if words.shape[0] > 0 else argmax(x)
+
+
+@entry
+@compiled
+def greedy(
+    rows: Int64, words: UInt32x2, vocab_size: int, logits: Float32x2, hidden: Float32x2, out: Int32
+) -> None:
+    """out[i] = the likeliest id of logits[rows[i]] that it may give, or FAILED where there is none
+    or the hidden row is not finite. words: of Wanted, for ids below vocab_size."""
+    for i in range(rows.shape[0]):
+        r = rows[i]
+        is_finite = is_finite_row(hidden[r])
+        out[i] = likeliest_allowed(logits[r], words, i, vocab_size) if is_finite else FAILED
 
 
 @compiled

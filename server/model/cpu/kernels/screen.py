@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from drafters.jit import borrowing, entry_run_by
+from drafters.jit import borrowing, entry_run_by, inlined
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, COARSE, PANEL
 from server.model.cpu.kernels.blocks import block_row
 from server.model.cpu.kernels.integer_linear import integer_linear, quantise
@@ -47,10 +47,10 @@ from server.model.cpu.kernels.ir import (
     to_half,
     word,
 )
-from server.model.cpu.kernels.sampling import argmax
+from server.model.cpu.kernels.sampling import likeliest_allowed
 from server.model.cpu.kernels.team import barrier, run
 from server.model.cpu.kernels.vectors import fetch, float_at, half_at, set_float
-from server.model.cpu.records import LANES, Float32x2, Head, Screen, Work
+from server.model.cpu.records import FAILED, LANES, Float32x2, Head, Screen, UInt32x2, Work
 
 _LESS = 16.0  # is left of the weights of inputs that come twice than of the others'
 _ROUNDING = 1e-4
@@ -199,11 +199,23 @@ def _exact_logit(row, output, head):
     return _exact(own, q, figures, rows.figures.shape[1])
 
 
+@inlined
+def _allows_few(words, row, limit):
+    """Whether a row of Wanted.words allows no more than `limit` ids."""
+    num = 0
+    for w in range(words.shape[1]):
+        left = words[row, w]
+        while left != 0 and num <= limit:
+            left &= left - np.uint32(1)
+            num += 1
+    return num <= limit
+
+
 @borrowing
-def _candidates(row, head, work, num, limit):
+def _candidates(row, head, words, work, num, limit):
     """Write where a row's largest logit may be, of this thread's outputs, behind the first `num` of
     Screen.found, and ask memory for these rows of the head, which lie anywhere; how many there are
-    then, or more than `limit`."""
+    then, or more than `limit`. words: of Wanted."""
     screen = head.screen
     size, off = screen.row_bounds[row, 0], screen.row_bounds[row, 1]
     least, found = screen.row_bounds[row, 2], screen.found[work.thread]
@@ -211,9 +223,13 @@ def _candidates(row, head, work, num, limit):
     rests = screen.bounds.ctypes.data
     sizes = rests + screen.bounds.shape[1] * 4
     for v in range(work.thread, screen.bounds.shape[1] // LANES, work.threads):
-        here = 4 * LANES * v
-        bits = _reaching(logits + here, rests + here, sizes + here, size, off, least)
-        output = LANES * v
+        output, allowed = LANES * v, 0xFFFF
+        if words.shape[0] > 0:
+            allowed = int(words[row, output // 32]) >> (output % 32) & 0xFFFF
+            if allowed == 0:
+                continue
+        here = 4 * output
+        bits = _reaching(logits + here, rests + here, sizes + here, size, off, least) & allowed
         while bits != 0 and output < head.vocab_size:
             if bits & 1:
                 if num >= limit:
@@ -227,25 +243,35 @@ def _candidates(row, head, work, num, limit):
 
 
 @borrowing
-def screened_linear(num_rows, head, work):
-    """Logits of the first num_rows of a Head's states: the head's own wherever one may be a row's
-    largest, elsewhere those of its Screen. Called as linear.linear is."""
+def screened_linear(num_rows, head, words, work):
+    """Logits of the first num_rows of a Head's states: the head's own wherever one may be the
+    largest that its row may give (words: of Wanted), elsewhere those of its Screen. Where no row
+    may give many, these are all that are computed; the others are -inf. Called as linear.linear
+    is."""
     screen, logits = head.screen, head.logits
     quantise(head.states, num_rows, head.weights, 0, work)
+    few = words.shape[0] > 0
+    for i in range(num_rows if few else 0):
+        few = few and _allows_few(words, i, screen.limit)
+    if not few:
+        for i in range(work.thread, num_rows, work.threads):
+            _coarse_inputs(i, head, screen)
+        integer_linear(screen.states, num_rows, screen.weights, 0, logits, work)
     for i in range(work.thread, num_rows, work.threads):
-        _coarse_inputs(i, head, screen)
-    integer_linear(screen.states, num_rows, screen.weights, 0, logits, work)
-    for i in range(work.thread, num_rows, work.threads):
-        for j in range(head.vocab_size, logits.shape[1]):
+        for j in range(0 if few else head.vocab_size, logits.shape[1]):
             logits[i, j] = -np.inf
-        size, off = _bound(i, head, screen)
-        screen.row_bounds[i, 0], screen.row_bounds[i, 1] = size, off
-        screen.row_bounds[i, 2] = _exact_logit(i, argmax(logits[i]), head)
+        size, off, least = np.float32(0.0), np.float32(0.0), np.float32(-np.inf)
+        if not few:
+            size, off = _bound(i, head, screen)
+            top = likeliest_allowed(logits[i], words, i, head.vocab_size)
+            if top != FAILED:
+                least = _exact_logit(i, top, head)
+        screen.row_bounds[i, 0], screen.row_bounds[i, 1], screen.row_bounds[i, 2] = size, off, least
     barrier(work)
     limit, num = screen.limit * num_rows, 0
     for i in range(num_rows):
         if num <= limit:
-            num = _candidates(i, head, work, num, limit)
+            num = _candidates(i, head, words, work, num, limit)
     screen.num_found[8 * work.thread] = num
     barrier(work)
     most = 0
@@ -263,6 +289,6 @@ def screened_linear(num_rows, head, work):
 
 @entry_run_by(run)
 @borrowing
-def screened(thread: int, num_rows: int, head: Head, work: Work) -> None:
+def screened(thread: int, num_rows: int, head: Head, words: UInt32x2, work: Work) -> None:
     """`screened_linear` alone."""
-    screened_linear(num_rows, head, Work(work.sync, work.pairs, work.threads, thread))
+    screened_linear(num_rows, head, words, Work(work.sync, work.pairs, work.threads, thread))

@@ -24,7 +24,7 @@ from server.model.cpu.kernels.blocks import block_row
 from server.model.cpu.kernels.delta import tap_sums
 from server.model.cpu.kernels.linear import gated_linear, linear
 from server.model.cpu.kernels.lora import add_lora, gated_linear_lora
-from server.model.cpu.kernels.sampling import argmax, is_finite_row, likeliest_of
+from server.model.cpu.kernels.sampling import is_finite_row, likeliest_allowed, likeliest_of
 from server.model.cpu.kernels.screen import screened_linear
 from server.model.cpu.kernels.team import barrier, now, run
 from server.model.cpu.kernels.vectors import (
@@ -268,7 +268,7 @@ def _head_share(hidden, head, wanted, work):
         for j in range(hidden.shape[1]):
             head.states[i, j] = hidden[wanted.rows[i], j]
     if wanted.greedy.shape[0] > 0 and head.screen.order.shape[0] > 0:
-        screened_linear(num, head, work)
+        screened_linear(num, head, wanted.words, work)
     else:
         linear(head.states, num, head.weights, 0, head.logits, work)
     for i in range(work.thread, num, work.threads):
@@ -281,7 +281,8 @@ def _head_share(hidden, head, wanted, work):
             logits[j] = -np.inf
         if wanted.greedy.shape[0] > 0:
             finite = is_finite_row(head.states[i])
-            wanted.greedy[i] = argmax(logits) if finite else FAILED
+            token = likeliest_allowed(logits, wanted.words, i, head.vocab_size)
+            wanted.greedy[i] = token if finite else FAILED
             if wanted.chances.shape[0] > 0:
                 ids, chances = wanted.likely_ids[i], wanted.chances[i]
                 likeliest_of(finite, logits, ids, chances, work.pairs[work.thread])
