@@ -221,7 +221,8 @@ class Likely:
 
     ids: int32 [D, K], chance descending, -1 where there are fewer. chances: float32 [D, K], softmax
     of the raw logits over all ids that the draw sees (its slice, or all), before bias, grammar,
-    penalties and temperature; 0 for -1 and for a row that is not finite.
+    penalties and temperature; 0 for -1 and for a row that is not finite. A runner may leave out
+    ids that a grammar forbids.
     """
 
     ids: Int32

@@ -248,8 +248,9 @@ def words_of(batch: Batch, num_ids: int) -> UInt32 | None:
     if not batch.masks.shape[0] and not any(params.excludes for params in batch.params):
         return ALL_IDS
     words = np.full((batch.num_draws, -(-num_ids // 32)), 0xFFFFFFFF, np.uint32)
-    for d in range(batch.num_draws):
-        own = allowed_words(batch, d, batch.path_tokens(d), num_ids)
+    for d, at in enumerate(batch.draw_params.tolist()):
+        path = batch.path_tokens(d) if batch.params[at].sampling.min_tokens else ()
+        own = allowed_words(batch, d, path, num_ids)
         if own is not None:
             words[d] = own
     return words
