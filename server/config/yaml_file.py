@@ -260,6 +260,13 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B?|B)?", re.IGNORECASE)
+_UNITS = {
+    "": 1, "B": 1,
+    "K": 1 << 10, "KB": 10**3, "KI": 1 << 10, "KIB": 1 << 10,
+    "M": 1 << 20, "MB": 10**6, "MI": 1 << 20, "MIB": 1 << 20,
+    "G": 1 << 30, "GB": 10**9, "GI": 1 << 30, "GIB": 1 << 30,
+    "T": 1 << 40, "TB": 10**12, "TI": 1 << 40, "TIB": 1 << 40,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +301,7 @@ def parse_memory(value: object) -> MemorySize:
             raise ValueError("a share of memory is at most 100%")
     if not unit and 0 < number <= 1:
         return MemorySize(fraction=number)
-    base = 1000 if unit[1:] == "B" else 1024  # 1GB, and 1G, 1Gi, 1GiB
-    num_bytes = int(number * base ** " KMGT".index(unit.removeprefix("B")[:1] or " "))
+    num_bytes = int(number * _UNITS[unit])
     if num_bytes < 1 << 20:
         raise ValueError("must be at least 1MiB")
     if num_bytes > 1 << 50:
