@@ -54,7 +54,7 @@ from typing import Any
 
 from drafters.atomic_file import replacing
 from drafters.json_text import parsed
-from vocab_store.errors import EnrichmentFileError
+from vocab_store.errors import VocabStoreError
 
 _KIND = "tailor enrichment"
 _VERSION = 1
@@ -186,17 +186,17 @@ class Enrichment:
     def load(cls, path: str | os.PathLike[str], *, tokenizer: str | None = None) -> Enrichment:
         """Read a file that `save` wrote.
 
-        tokenizer: fingerprint (hex) that it must be made for. Raises EnrichmentFileError for a file
+        tokenizer: fingerprint (hex) that it must be made for. Raises VocabStoreError for a file
         that is damaged, of another version or of another tokenizer, and OSError.
         """
         try:
             body = parsed(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise EnrichmentFileError(f"{path}: no enrichment: {str(error)[:100]}") from None
+            raise VocabStoreError(f"{path}: no enrichment: {str(error)[:100]}") from None
         if not isinstance(body, dict) or body.get("kind") != _KIND:
-            raise EnrichmentFileError(f"{path}: no enrichment (`tailor tasks enrich` makes one)")
+            raise VocabStoreError(f"{path}: no enrichment (`tailor tasks enrich` makes one)")
         if body.get("version") != _VERSION:
-            raise EnrichmentFileError(
+            raise VocabStoreError(
                 f"{path}: version {str(body.get('version'))[:20]}; this program reads {_VERSION}"
             )
         try:
@@ -209,11 +209,11 @@ class Enrichment:
                 body.get("prompts", False) is True,
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise EnrichmentFileError(f"{path}: damaged: {str(error)[:100]}") from None
+            raise VocabStoreError(f"{path}: damaged: {str(error)[:100]}") from None
         if enrichment.hash != body.get("hash"):
-            raise EnrichmentFileError(f"{path}: damaged: its hash is of other tokens")
+            raise VocabStoreError(f"{path}: damaged: its hash is of other tokens")
         if tokenizer is not None and tokenizer != enrichment.tokenizer:
-            raise EnrichmentFileError(
+            raise VocabStoreError(
                 f"{path}: made for another tokenizer ({enrichment.tokenizer[:16]}; this is "
                 f"{tokenizer[:16]})"
             )

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from drafters.atomic_file import EVERYBODY, replacing
 from drafters.json_text import object_in, parsed
-from vocab_store.errors import ProfileFileError, VocabStoreError
+from vocab_store.errors import VocabStoreError
 from vocab_store.slice import Float32, Int32, Int64, RequiredIds, TokenTexts, VocabSlice
 from vocab_store.unicode_blocks import blocks_of_languages
 
@@ -279,23 +279,23 @@ class VocabProfile:
         fingerprint: of the tokenizer it will be used with (TokenTexts.fingerprint, built with the
         same vocabulary size). required: the model's, checked to be inside.
 
-        Raises ProfileFileError naming the file when it is damaged, of another version or of
-        another tokenizer; MissingIdsError when required ids are absent; OSError.
+        Raises VocabStoreError naming the file when it is damaged, of another version or of
+        another tokenizer, and when required ids are absent; OSError.
         """
         data = np.asarray(np.memmap(path, np.uint8, "r") if os.path.getsize(path) else [], np.uint8)
         head = data[: _PREFIX.size].tobytes()
         if len(head) < _PREFIX.size or not head.startswith(_MAGIC):
-            raise ProfileFileError(f"{path}: not a vocabulary profile")
+            raise VocabStoreError(f"{path}: not a vocabulary profile")
         _, version, length = _PREFIX.unpack(head)
         if version != VERSION:
-            raise ProfileFileError(f"{path}: version {version}, this program reads {VERSION}")
+            raise VocabStoreError(f"{path}: version {version}, this program reads {VERSION}")
         try:
             manifest = parsed(data[_PREFIX.size : _PREFIX.size + length].tobytes())
             num_ids, num_fill = int(manifest["num_ids"]), int(manifest["num_fill"])
             vocab_size = int(manifest["vocab_size"])
             digest = str(manifest["payload_sha256"])
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-            raise ProfileFileError(f"{path}: the manifest is damaged") from error
+            raise VocabStoreError(f"{path}: the manifest is damaged") from error
         start = -(-(_PREFIX.size + length) // _ALIGN) * _ALIGN
         payload = data[start:]
         if (
@@ -303,25 +303,25 @@ class VocabProfile:
             or payload.shape[0] != 4 * num_ids + 8 * num_fill
             or hashlib.sha256(payload.tobytes()).hexdigest() != digest
         ):
-            raise ProfileFileError(f"{path}: the ids are damaged or cut short")
+            raise VocabStoreError(f"{path}: the ids are damaged or cut short")
         if fingerprint is not None and manifest.get("fingerprint") != fingerprint.hex():
-            raise ProfileFileError(
+            raise VocabStoreError(
                 f"{path}: made for another tokenizer (fingerprint "
                 f"{str(manifest.get('fingerprint'))[:12]}, the model's is {fingerprint.hex()[:12]})"
             )
         ids: Int32 = payload[: 4 * num_ids].view("<i4")
         if num_ids and (ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) <= 0).any()):
-            raise ProfileFileError(f"{path}: the ids are not ascending within the vocabulary")
+            raise VocabStoreError(f"{path}: the ids are not ascending within the vocabulary")
         middle = 4 * (num_ids + num_fill)
         fill: Int32 = payload[4 * num_ids : middle].view("<i4")
         gains = payload[middle:].view("<f4")
         if num_fill and (
             fill.min() < 0 or fill.max() >= vocab_size or not np.isfinite(gains).all()
         ):
-            raise ProfileFileError(f"{path}: what fills it up is not within the vocabulary")
+            raise VocabStoreError(f"{path}: what fills it up is not within the vocabulary")
         if required is not None:
             if required.vocab_size != vocab_size:
-                raise ProfileFileError(
+                raise VocabStoreError(
                     f"{path}: for {vocab_size} tokens, the model has {required.vocab_size}"
                 )
             required.check(ids)
@@ -329,7 +329,7 @@ class VocabProfile:
         try:
             float(profile.miss_rate or 0.0)
         except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise ProfileFileError(f"{path}: the manifest is damaged") from error
+            raise VocabStoreError(f"{path}: the manifest is damaged") from error
         return profile
 
 
@@ -347,7 +347,7 @@ def build_profile(
 
     head_row_bytes: bytes of one row of the LM head (width times bytes per value).
 
-    Raises VocabStoreError without documents, UnknownBlockError for an unknown language.
+    Raises VocabStoreError without documents and for an unknown language.
     """
     if not documents:
         raise VocabStoreError("a profile needs at least one document")
@@ -392,7 +392,7 @@ def build_profile(
 
 
 def report_text(manifest: Mapping[str, Any]) -> str:
-    """What building a profile found, for a terminal. Raises ProfileFileError for a manifest that
+    """What building a profile found, for a terminal. Raises VocabStoreError for a manifest that
     does not say.
 
     Of its "report": num_unfiltered: unique output ids. num_input_aware, num_language,
@@ -429,7 +429,7 @@ def report_text(manifest: Mapping[str, Any]) -> str:
             [*lines, *(f"missed             {n:5d} x {t!r} ({i})" for i, t, n in missed)]
         )
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise ProfileFileError("the manifest holds no report") from error
+        raise VocabStoreError("the manifest holds no report") from error
 
 
 def eos_ids(values: Iterable[Any], vocab_size: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.atomic_file import EVERYBODY, replacing
-from vocab_store.errors import MissingIdsError
+from vocab_store.errors import VocabStoreError
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -145,7 +145,7 @@ class RequiredIds:
     def check(self, ids: Int32) -> None:
         """Refuse a map (ascending ids) that lacks any required id.
 
-        Raises MissingIdsError naming the kind and the ids; EOS ids first, because without them an
+        Raises VocabStoreError naming the kind and the ids; EOS ids first, because without them an
         answer never stops.
         """
         kinds = (("EOS", self.eos_ids), ("special", self.special_ids), ("byte", self.byte_ids))
@@ -154,7 +154,7 @@ class RequiredIds:
             if missing.size:
                 shown = ", ".join(map(str, missing[:8].tolist()))
                 more = f" and {missing.size - 8} more" if missing.size > 8 else ""
-                raise MissingIdsError(
+                raise VocabStoreError(
                     f"the vocabulary map lacks {kind} token ids {shown}{more}: "
                     "a model cut to it could not stop or could not write every text"
                 )
@@ -173,7 +173,7 @@ class VocabSlice:
 
     @classmethod
     def make(cls, ids: Ids, required: RequiredIds) -> VocabSlice:
-        """A slice of exactly these ids. Raises MissingIdsError when required ones are absent."""
+        """A slice of exactly these ids. Raises VocabStoreError when required ones are absent."""
         result = cls(_sorted_ids(ids, required.vocab_size), required.vocab_size)
         required.check(result.ids)
         return result

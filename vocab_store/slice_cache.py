@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vocab_store.errors import SliceCapacityError
+from vocab_store.errors import VocabStoreError
 from vocab_store.slice import Ids, Int32, VocabSlice
 
 
@@ -108,7 +108,7 @@ class SliceCacheIndex:
         """Pin the rows of a new sequence's slice, which holds T of its profile, beyond T. scope:
         who shares them.
 
-        Raises KeyError for a profile that is not resident, SliceCapacityError when pinned rows
+        Raises KeyError for a profile that is not resident, VocabStoreError when pinned rows
         leave no room (the caller then uses the full head for it, or lets it wait).
         """
         dynamic = np.setdiff1d(slice_.ids, self._static[profile], assume_unique=True)
@@ -120,7 +120,7 @@ class SliceCacheIndex:
         """Pin further rows of a live sequence: `exact` adds the ids it missed, so that a union
         changes while sequences run. Ids it already has are ignored.
 
-        Raises KeyError for an unknown sequence, SliceCapacityError as `acquire`.
+        Raises KeyError for an unknown sequence, VocabStoreError as `acquire`.
         """
         holder = self._sequences[sequence]
         static = self._static[holder.profile]
@@ -195,7 +195,7 @@ class SliceCacheIndex:
         # Idle rows that this very call pins are hits, not places to evict.
         num_evictable = len(self._idle) - sum(1 for row in rows if row in self._idle)
         if len(missing) > len(self._free) + num_evictable:
-            raise SliceCapacityError(
+            raise VocabStoreError(
                 f"{len(missing)} head rows to load, {len(self._free)} places free and "
                 f"{num_evictable} idle of {self.capacity}"
             )

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
+
+from vocab_store.errors import VocabStoreError
 
 _ASCII_BLOCK = "Basic Latin"
 _NO_SCRIPT = frozenset(("Zyyy", "Zinh", "Zzzz"))
@@ -42,10 +45,6 @@ _COMPOSITE: dict[str, tuple[str, ...]] = {
     "Cyrs": ("Cyrl",),
     "Aran": ("Arab",),
 }
-
-
-class UnknownBlockError(ValueError):
-    """A language tag without a known script, or a block that Unicode does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +92,18 @@ def _may_become(unfinished: bytes) -> tuple[int, int]:
     return first, min(((bits + 1) << missing) - 1, 0x10FFFF)
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One block: [start, end), how many characters each script owns, and the scripts it serves."""
+class _Block(NamedTuple):
+    """One block: [start, end), how many characters each script has, and the scripts it serves."""
 
-    name: str
     start: int
     end: int
-    num_assigned: int
-    owners: dict[str, int]
-    served: frozenset[str]
+    owners: Counter[str]
+    served: set[str]
 
 
 @cache
-def _blocks() -> tuple[_Block, ...]:
+def _blocks() -> dict[str, _Block]:
+    """By name, ascending."""
     from fontTools import unicodedata as ucd  # type: ignore[import-untyped]
     from fontTools.unicodedata import (  # type: ignore[import-untyped]
         Blocks,
@@ -116,37 +113,24 @@ def _blocks() -> tuple[_Block, ...]:
 
     # Script and extensions are constant between two boundaries: a few thousand pieces, not 1.1 M.
     edges = sorted({*Blocks.RANGES, *Scripts.RANGES, *ScriptExtensions.RANGES, 0x110000})
-    spans: dict[str, list[int]] = {}
-    owners: dict[str, Counter[str]] = defaultdict(Counter)
-    served: dict[str, set[str]] = defaultdict(set)
+    found: dict[str, _Block] = {}
     for start, end in pairwise(edges):
         char = chr(start)
-        name = ucd.block(char)
+        name, script = ucd.block(char), ucd.script(char)
         if name == "No_Block":
             continue
-        spans.setdefault(name, [start, end])[1] = end
-        script = ucd.script(char)
-        if script == "Zzzz":
-            continue
-        owners[name][script] += end - start
-        served[name].update(ucd.script_extension(char))
-    return tuple(
-        _Block(
-            name,
-            start,
-            end,
-            sum(owners[name].values()),
-            {s: n for s, n in owners[name].items() if s not in _NO_SCRIPT},
-            frozenset(served[name] - _NO_SCRIPT),
-        )
-        for name, (start, end) in spans.items()
-    )
+        known = found.get(name, _Block(start, end, Counter(), set()))
+        block = found[name] = known._replace(end=end)
+        if script != "Zzzz":
+            block.owners[script] += end - start
+            block.served.update(ucd.script_extension(char) - _NO_SCRIPT)
+    return found
 
 
 def scripts_of_language(tag: str) -> frozenset[str]:
     """ISO 15924 codes of the scripts a BCP 47 language tag is written in ("en" -> {"Latn"}).
 
-    Raises UnknownBlockError for a tag that is malformed or has no likely script.
+    Raises VocabStoreError for a tag that is malformed or has no likely script.
     """
     import langcodes
     from langcodes.data_dicts import LIKELY_SUBTAGS
@@ -154,14 +138,14 @@ def scripts_of_language(tag: str) -> frozenset[str]:
     try:
         language = langcodes.get(tag)
     except ValueError as error:
-        raise UnknownBlockError(f"{tag!r} is not a BCP 47 language tag: {error}") from error
+        raise VocabStoreError(f"{tag!r} is not a BCP 47 language tag: {error}") from error
     script = language.script
     if script is None:
         # maximize() returns "Latn" for a language that CLDR does not know.
         known = language.language in LIKELY_SUBTAGS and language.language != "und"
         script = language.maximize().script if known else None
     if script is None:
-        raise UnknownBlockError(
+        raise VocabStoreError(
             f"no script is known for the language tag {tag!r}; add one, as in '{tag}-Latn'"
         )
     return frozenset(_COMPOSITE.get(script, (script,)))
@@ -173,30 +157,21 @@ def blocks_of_languages(languages: Sequence[str], *, extra_blocks: Iterable[str]
     languages: BCP 47 tags of the task's inputs and outputs, at least one. extra_blocks: further
     block names, as Unicode writes them ("Greek and Coptic").
 
-    Raises UnknownBlockError for a tag without a known script and for an unknown block name.
+    Raises VocabStoreError for a tag without a known script and for an unknown block name.
     """
     scripts = frozenset().union(*(scripts_of_language(tag) for tag in languages))
-    blocks = _blocks()
-    known = {block.name for block in blocks}
-    extra = frozenset(extra_blocks)
-    if unknown := sorted(extra - known):
-        raise UnknownBlockError(f"Unicode has no block {', '.join(map(repr, unknown))}")
-    if not any(scripts & block.served for block in blocks):
-        raise UnknownBlockError(f"no Unicode block holds the script {', '.join(sorted(scripts))}")
-    kept = [
-        block
-        for block in blocks
-        if block.name == _ASCII_BLOCK
-        or block.name in extra
-        or (block.num_assigned > 0 and not block.owners)
-        or _serves(block, scripts)
-    ]
-    kept.sort(key=lambda block: block.start)
+    blocks, extra = _blocks(), frozenset(extra_blocks)
+    if unknown := sorted(extra - blocks.keys()):
+        raise VocabStoreError(f"Unicode has no block {', '.join(map(repr, unknown))}")
+    if not any(scripts & block.served for block in blocks.values()):
+        raise VocabStoreError(f"no Unicode block holds the script {', '.join(sorted(scripts))}")
+
+    def belongs(block: _Block) -> bool:
+        others = {s: n for s, n in block.owners.items() if s not in _NO_SCRIPT}
+        if not others:
+            return bool(block.owners)
+        most = max((n for s, n in others.items() if s not in scripts), default=0)
+        return bool(scripts & block.served) and 2 * most <= block.owners.total()
+
+    kept = [b for name, b in blocks.items() if name in (_ASCII_BLOCK, *extra) or belongs(b)]
     return BlockSet(tuple(block.start for block in kept), tuple(block.end for block in kept))
-
-
-def _serves(block: _Block, scripts: frozenset[str]) -> bool:
-    if not scripts & block.served:
-        return False
-    others = max((n for script, n in block.owners.items() if script not in scripts), default=0)
-    return 2 * others <= block.num_assigned

@@ -22,7 +22,8 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -193,133 +194,123 @@ class _Line:
     key: str
 
 
-@dataclass(slots=True)
-class BulkRun:
-    """One input file through one task.
+def answer_file(
+    endpoint: Endpoint,
+    task: str,
+    source: Path,
+    target: Path,
+    outcome: BulkOutcome,
+    *,
+    concurrency: int = 8,
+    max_retries: int = 10,
+    timeout_s: float = 600.0,
+    max_tokens: int | None = None,
+    prompt_field: str = "prompt",
+    on_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """One input file through one task: answer every line that has no answer yet.
 
-        run = BulkRun(endpoint, "tagging", Path("prompts.jsonl"), Path("answers.jsonl"))
-        outcome = run.run(on_progress)
+    outcome: a new one, which has what was done however this ends. concurrency: requests that are
+    open at once. max_retries: times that one line is tried again. timeout_s: longest silence of the
+    server during one request. prompt_field: where a prompt is. on_progress: called after each line.
 
-    concurrency: requests that are open at once. max_retries: times that one line is tried again.
-    timeout_s: longest silence of the server during one request. prompt_field: where a prompt is.
+    Raises BulkError for files that cannot be used and CallFailedError when the server is not
+    there or knows neither key nor task; what was answered until then is in the file.
     """
+    started_s = time.monotonic()
+    check_file(source)
+    try:
+        with AnswerFile(target) as file:
+            lines = partial(_lines, source, task, prompt_field, max_tokens)
+            keys = {line.number: line.key for line in lines()}
+            outcome.num_lines = len(keys)
+            answered = set(file.take_up(keys.get))
+            outcome.num_before = len(answered)
+            todo = (line for line in lines() if line.number not in answered)
+            with Caller(
+                endpoint, num_open=concurrency, max_retries=max_retries, timeout_s=timeout_s
+            ) as caller:
+                if len(answered) < outcome.num_lines:
+                    caller.check_task(task)
+                on_progress()
+                asked = ((line, line.route, line.body) for line in todo)
+                try:
+                    with file.appending() as append:
+                        for line, answer in caller.answers(asked):
+                            outcome.num_retries = caller.num_retries
+                            append(_told(line, answer, outcome))
+                            on_progress()
+                except CallFailedError as error:
+                    raise CallFailedError(
+                        f"{error.message}; {outcome.num_done} of {outcome.num_lines} lines are "
+                        "done, the same command goes on from there"
+                    ) from None
+            file.sort()
+    finally:
+        outcome.wall_s = time.monotonic() - started_s
 
-    endpoint: Endpoint
-    task: str
-    source: Path
-    target: Path
-    _: KW_ONLY
-    concurrency: int = 8
-    max_retries: int = 10
-    timeout_s: float = 600.0
-    max_tokens: int | None = None
-    prompt_field: str = "prompt"
-    outcome: BulkOutcome = field(default_factory=BulkOutcome)
 
-    def run(self, on_progress: Callable[[BulkOutcome], None] = lambda _: None) -> BulkOutcome:
-        """Answer every line that has no answer yet. on_progress: called after each line.
-
-        Raises BulkError for files that cannot be used and CallFailedError when the server is not
-        there or knows neither key nor task; what was answered until then is in the file.
-        """
-        started_s, outcome = time.monotonic(), self.outcome
-        check_file(self.source)
+def _lines(source: Path, task: str, named: str, max_tokens: int | None) -> Iterator[_Line]:
+    """The lines of the input; blank ones count but are passed over. named: where a prompt is.
+    Raises BulkError and ConfigError, which name file and line."""
+    is_table = source.suffix.lower() in TABLES  # which has texts alone
+    for number, row in rows(source):
+        at = f"{source}:{number}"
+        has_messages = "messages" in row and not is_table
+        if has_messages and named in row:
+            raise BulkError(f"{at}: a line needs either a prompt or messages")
+        asked = row["messages"] if has_messages else row.get(named)
+        if asked is None or isinstance(asked, str):
+            asked = Fields(prompt_field=named).prompt_of(row, at)
+        extra = {} if is_table else row.get("request", {})
+        own = {"model": task, "messages" if has_messages else "prompt": asked}
+        if (
+            not isinstance(extra, dict)
+            or extra.get("stream")
+            or any(extra.get(name) not in (None, value) for name, value in own.items())
+        ):
+            raise BulkError(
+                f"{at}: request must be an object of request fields, without stream and "
+                f"another {' or '.join(own)}"
+            )
+        body = {
+            **({} if max_tokens is None else {"max_tokens": max_tokens}),
+            **extra,
+            **own,
+            "include_speculation": True,
+        }
         try:
-            with AnswerFile(self.target) as file:
-                keys = {line.number: line.key for line in self._lines()}
-                outcome.num_lines = len(keys)
-                answered = set(file.take_up(keys.get))
-                outcome.num_before = len(answered)
-                todo = (line for line in self._lines() if line.number not in answered)
-                with Caller(
-                    self.endpoint,
-                    num_open=self.concurrency,
-                    max_retries=self.max_retries,
-                    timeout_s=self.timeout_s,
-                ) as caller:
-                    if len(answered) < outcome.num_lines:
-                        caller.check_task(self.task)
-                    on_progress(outcome)
-                    asked = ((line, line.route, line.body) for line in todo)
-                    try:
-                        with file.appending() as append:
-                            for line, answer in caller.answers(asked):
-                                outcome.num_retries = caller.num_retries
-                                append(self._record(line, answer))
-                                on_progress(outcome)
-                    except CallFailedError as error:
-                        raise CallFailedError(
-                            f"{error.message}; {outcome.num_done} of {outcome.num_lines} lines are "
-                            "done, the same command goes on from there"
-                        ) from None
-                file.sort()
-        finally:
-            outcome.wall_s = time.monotonic() - started_s
-        return outcome
+            sent = json.dumps(body, sort_keys=True, allow_nan=False)
+        except ValueError:
+            raise BulkError(f"{at}: holds a number that JSON does not have") from None
+        digest = hashlib.sha256(sent.encode()).hexdigest()[:16]
+        route = "/chat/completions" if has_messages else "/completions"
+        yield _Line(number, row.get("id"), route, body, digest)
 
-    # -- files ------------------------------------------------------------------------------
 
-    def _lines(self) -> Iterator[_Line]:
-        """The lines of the input; blank ones count but are passed over. Raises BulkError and
-        ConfigError, which name file and line."""
-        named = self.prompt_field
-        is_table = self.source.suffix.lower() in TABLES  # which has texts alone
-        for number, row in rows(self.source):
-            at = f"{self.source}:{number}"
-            has_messages = "messages" in row and not is_table
-            if has_messages and named in row:
-                raise BulkError(f"{at}: a line needs either a prompt or messages")
-            asked = row["messages"] if has_messages else row.get(named)
-            if asked is None or isinstance(asked, str):
-                asked = Fields(prompt_field=named).prompt_of(row, at)
-            extra = {} if is_table else row.get("request", {})
-            own = {"model": self.task, "messages" if has_messages else "prompt": asked}
-            if (
-                not isinstance(extra, dict)
-                or extra.get("stream")
-                or any(extra.get(name) not in (None, value) for name, value in own.items())
-            ):
-                raise BulkError(
-                    f"{at}: request must be an object of request fields, without stream and "
-                    f"another {' or '.join(own)}"
-                )
-            body = {
-                **({} if self.max_tokens is None else {"max_tokens": self.max_tokens}),
-                **extra,
-                **own,
-                "include_speculation": True,
-            }
-            try:
-                sent = json.dumps(body, sort_keys=True, allow_nan=False)
-            except ValueError:
-                raise BulkError(f"{at}: holds a number that JSON does not have") from None
-            digest = hashlib.sha256(sent.encode()).hexdigest()[:16]
-            route = "/chat/completions" if has_messages else "/completions"
-            yield _Line(number, row.get("id"), route, body, digest)
-
-    # -- requests ---------------------------------------------------------------------------
-
-    def _record(self, line: _Line, response: httpx.Response | RefusedError) -> dict[str, Any]:
-        """One line's record."""
-        head = {"line": line.number, "id": line.caller_id}
-        if isinstance(response, RefusedError):
-            self.outcome.num_failed += 1
-            return {**head, "error": response.record, "key": line.key}
-        try:
-            answer = response.json()
-            choices = answer["choices"]
-            texts = [choice.get("text", choice.get("message")) for choice in choices]
-            reasons = [choice["finish_reason"] for choice in choices]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            self.outcome.num_failed += 1
-            message = "the server answered with something else than a completion"
-            return {**head, "error": {"message": message}, "key": line.key}
-        self.outcome.num_answered += 1
-        self.outcome.tally.add(answer)
-        what = "text" if line.route == "/completions" else "message"
-        shown: dict[str, Any] = (
-            {what: texts[0], "finish_reason": reasons[0]}
-            if len(texts) == 1
-            else {f"{what}s": texts, "finish_reasons": reasons}
-        )
-        return {**head, **shown, "usage": answer.get("usage"), "key": line.key}
+def _told(
+    line: _Line, response: httpx.Response | RefusedError, outcome: BulkOutcome
+) -> dict[str, Any]:
+    """One line's record, which is counted."""
+    head = {"line": line.number, "id": line.caller_id}
+    if isinstance(response, RefusedError):
+        outcome.num_failed += 1
+        return {**head, "error": response.record, "key": line.key}
+    try:
+        answer = response.json()
+        choices = answer["choices"]
+        texts = [choice.get("text", choice.get("message")) for choice in choices]
+        reasons = [choice["finish_reason"] for choice in choices]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        outcome.num_failed += 1
+        message = "the server answered with something else than a completion"
+        return {**head, "error": {"message": message}, "key": line.key}
+    outcome.num_answered += 1
+    outcome.tally.add(answer)
+    what = "text" if line.route == "/completions" else "message"
+    shown: dict[str, Any] = (
+        {what: texts[0], "finish_reason": reasons[0]}
+        if len(texts) == 1
+        else {f"{what}s": texts, "finish_reasons": reasons}
+    )
+    return {**head, **shown, "usage": answer.get("usage"), "key": line.key}

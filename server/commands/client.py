@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from server.client.bulk import BulkOutcome, BulkRun
+from server.client.bulk import BulkOutcome, answer_file
 from server.client.http import Endpoint, Tally, events, tell
 from server.client.http import call as request
 from server.commands.options import Bar, CallOptions, OutputFile, PromptField, bounded
@@ -44,27 +44,20 @@ def run(
     prompt_field: PromptField = "prompt",
     call: CallOptions = _CALL,
 ) -> int:
-    job = BulkRun(
-        call.endpoint(),
-        task,
-        data,
-        output,
-        concurrency=concurrency,
-        max_retries=retries,
-        timeout_s=call.timeout,
-        max_tokens=max_tokens,
-        prompt_field=prompt_field,
-    )
-    outcome, began_s = job.outcome, time.monotonic()
+    outcome, began_s = BulkOutcome(), time.monotonic()
 
-    def tell(outcome: BulkOutcome) -> None:
+    def told() -> None:
         rate = outcome.tally.num_tokens / max(1e-9, time.monotonic() - began_s)
         failed = f", {outcome.num_failed} failed" if outcome.num_failed else ""
         bar("answering", outcome.num_done, outcome.num_lines, note=f", {rate:.0f} tokens/s{failed}")
 
     with Bar() as bar:
         try:
-            job.run(tell)
+            answer_file(
+                call.endpoint(), task, data, output, outcome, concurrency=concurrency,
+                max_retries=retries, timeout_s=call.timeout, max_tokens=max_tokens,
+                prompt_field=prompt_field, on_progress=told,
+            )  # fmt: skip
         except KeyboardInterrupt:
             bar.say("Stopped. The same command goes on from here.")
             raise

@@ -24,7 +24,7 @@ from drafters.json_text import parsed
 from server.engine.batch import places_of
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from vocab_store.enrichment import Enrichment
-from vocab_store.errors import EnrichmentFileError
+from vocab_store.errors import VocabStoreError
 
 if TYPE_CHECKING:
     import torch
@@ -330,7 +330,7 @@ def enrichment_of(folder: str | Path | None, tokenizer: str | None = None) -> En
         return None
     try:
         return Enrichment.load(file, tokenizer=tokenizer)
-    except (EnrichmentFileError, OSError) as error:
+    except (VocabStoreError, OSError) as error:
         raise ModelError(f"adapter {folder}: {error}") from None
 
 

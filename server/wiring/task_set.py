@@ -104,7 +104,7 @@ class TaskSet:
 
         None when the task names none. Reads the file; raises ConfigError when it cannot be used.
         """
-        from vocab_store.errors import ProfileFileError
+        from vocab_store.errors import VocabStoreError
         from vocab_store.profile import VocabProfile
 
         path = self.tasks[task].vocabulary.profile
@@ -112,7 +112,7 @@ class TaskSet:
             return None
         try:
             profile = VocabProfile.load(path)
-        except ProfileFileError as error:
+        except VocabStoreError as error:
             raise ConfigError(str(error)) from None
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.client.bulk import BulkError, BulkOutcome, BulkRun
+from server.client.bulk import BulkError, BulkOutcome, answer_file
 from server.client.http import Caller, CallFailedError, Endpoint
 from server.commands.cli import main
 from server.errors import TailorError
@@ -43,7 +43,9 @@ def read(path: Path) -> list[Any]:
 
 
 def go(url: str, source: Path, target: Path, task: str = "tiny", **options: Any) -> BulkOutcome:
-    return BulkRun(Endpoint(url), task, source, target, **options).run()
+    outcome = BulkOutcome()
+    answer_file(Endpoint(url), task, source, target, outcome, **options)
+    return outcome
 
 
 def test_answers_come_in_order_with_ids_and_errors_on_their_lines(

@@ -30,7 +30,7 @@ from tests.json_lines import write_lines
 from tests.model.peft_adapters import with_tokens
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
-from vocab_store.errors import ProfileFileError
+from vocab_store.errors import VocabStoreError
 from vocab_store.profile import VocabProfile
 
 pytestmark = [needs("peft"), pytest.mark.usefixtures("files_cache")]
@@ -175,7 +175,7 @@ def test_a_profile_in_the_models_own_ids_cuts_its_head(tmp_path: Path) -> None:
     made = ["vocab", "profile", "--model", str(folder), "--data", str(data), "-o"]
     assert main([*made, str(base)]) == 0
     assert main([*made, str(own), "--adapter", str(adapter)]) == 0
-    with pytest.raises(ProfileFileError, match="another tokenizer"):
+    with pytest.raises(VocabStoreError, match="another tokenizer"):
         VocabProfile.load(base, fingerprint=table.fingerprint)
     profile = VocabProfile.load(own, fingerprint=table.fingerprint)
     assert profile.slice.vocab_size == size + NEW and profile.slice.num_ids < 0.9 * size

@@ -19,7 +19,7 @@ from server.wiring.engine import EngineOrder, build_engine, profile_reader
 from server.wiring.server import plan_server
 from tests.engine.requests import finish, ids_of, request_of
 from tests.model.tiny_models import save_tiny
-from vocab_store.errors import MissingIdsError, ProfileFileError
+from vocab_store.errors import VocabStoreError
 from vocab_store.profile import Example, ProfileSettings, VocabProfile, build_profile
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -77,14 +77,14 @@ def test_a_map_without_an_eos_or_of_another_tokenizer_is_refused(
 ) -> None:
     path = tmp_path / "t.vocab"
     _profile(folder, range(3, 40)).save(path)
-    with pytest.raises(MissingIdsError, match="lacks special token ids 0, 1"):
+    with pytest.raises(VocabStoreError, match="lacks special token ids 0, 1"):
         profile_reader(_table(folder), [EOS])(str(path))
-    with pytest.raises(MissingIdsError, match="EOS"):
+    with pytest.raises(VocabStoreError, match="EOS"):
         profile_reader(_table(folder), [EOS, 60])(str(path))
     other = _full_profile(folder)
     other.manifest["fingerprint"] = "00" * 32
     other.save(path)
-    with pytest.raises(ProfileFileError, match="another tokenizer"):
+    with pytest.raises(VocabStoreError, match="another tokenizer"):
         profile_reader(_table(folder), [EOS])(str(path))
 
 

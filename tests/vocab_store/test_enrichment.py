@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from vocab_store.enrichment import Enrichment, EnrichSettings, enrich, may_copy
-from vocab_store.errors import EnrichmentFileError
+from vocab_store.errors import VocabStoreError
 
 V = 6
 TEXTS = st.lists(st.lists(st.integers(0, V - 1), max_size=14).map(tuple), min_size=1, max_size=12)
@@ -252,7 +252,7 @@ def test_a_file_comes_back_and_damage_is_named(tmp_path: Path) -> None:
     enrichment = Enrichment("abc", 5, (5, 6), ((0, 1), (1, 2, 3)), {"budget": 2})
     enrichment.save(file)
     assert Enrichment.load(file, tokenizer="abc") == enrichment
-    with pytest.raises(EnrichmentFileError, match="another tokenizer"):
+    with pytest.raises(VocabStoreError, match="another tokenizer"):
         Enrichment.load(file, tokenizer="other")
     body = json.loads(file.read_text())
     for change, message in (
@@ -271,11 +271,11 @@ def test_a_file_comes_back_and_damage_is_named(tmp_path: Path) -> None:
         ({"kind": "x"}, "no enrichment"),
     ):
         file.write_text(json.dumps(body | change))
-        with pytest.raises(EnrichmentFileError, match=message):
+        with pytest.raises(VocabStoreError, match=message):
             Enrichment.load(file)
     for text in ("{", "[]"):
         file.write_text(text)
-        with pytest.raises(EnrichmentFileError, match="no enrichment"):
+        with pytest.raises(VocabStoreError, match="no enrichment"):
             Enrichment.load(file)
 
 

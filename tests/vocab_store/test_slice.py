@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from vocab_store.errors import MissingIdsError
+from vocab_store.errors import VocabStoreError
 from vocab_store.slice import RequiredIds, VocabSlice
 
 V = 64
@@ -58,7 +58,7 @@ def test_required_ids_of_a_tokenizer_are_eos_specials_and_one_byte_tokens() -> N
 def test_a_map_without_required_ids_is_refused_by_name(absent: list[int], kind: str) -> None:
     ids = sorted({*REQUIRED.ids.tolist(), 20} - set(absent))
     told = ", ".join(map(str, absent))
-    with pytest.raises(MissingIdsError, match=f"lacks {kind} token ids {told}: a model"):
+    with pytest.raises(VocabStoreError, match=f"lacks {kind} token ids {told}: a model"):
         VocabSlice.make(ids, REQUIRED)
 
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from tests.profiles import examples
-from vocab_store.errors import SliceCapacityError
+from vocab_store.errors import VocabStoreError
 from vocab_store.slice import RequiredIds, VocabSlice
 from vocab_store.slice_cache import Placement, SliceCacheIndex
 
@@ -88,7 +88,7 @@ def test_a_full_pool_tells_what_it_lacks() -> None:
     index.acquire("idle", "a", static.union([12]))
     index.release("idle")
     # 12 is idle but asked for: it is a hit, so none is left for 13.
-    with pytest.raises(SliceCapacityError, match="1 head rows to load, 0 places free and 0 idle"):
+    with pytest.raises(VocabStoreError, match="1 head rows to load, 0 places free and 0 idle"):
         index.acquire("s2", "a", static.union([12, 13]))
     assert index.acquire("s2", "a", static.union([12])).num_loads == 0
     with pytest.raises(KeyError):
@@ -168,7 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
         fits = len(pinned | wanted) <= self.index.capacity
         try:
             placement = action()
-        except SliceCapacityError:
+        except VocabStoreError:
             assert not fits, "refused although it fits"
             return False
         assert fits, "pinned more than the pool holds"
