@@ -102,19 +102,6 @@ def best_verify_every(
     return best + 1, float(cost_s[best])
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """How many frequent tokens to add to T, and what is expected then.
-
-    num_fill: candidates to take, from the front of the given order. verify_every: the best N with
-    them. cost_s: seconds per token.
-    """
-
-    num_fill: int
-    verify_every: int
-    cost_s: float
-
-
 def best_fill(
     costs: HeadCosts,
     num_ids: int,
@@ -123,8 +110,9 @@ def best_fill(
     *,
     num_dynamic: float = 0.0,
     max_verify_every: int = 64,
-) -> Fill:
-    """The number of candidates to add to T that makes `exact` cheapest, with its best N.
+) -> tuple[int, float]:
+    """(candidates to add to T, from the front of the order, seconds per token): what makes `exact`
+    cheapest, with its best N.
 
     num_ids: rows of T now. miss: miss rate with T as it is. gains: float [F], by how much each
     candidate, in order, lowers the miss rate (VocabProfile.fill_gains; descending, but any order
@@ -136,10 +124,8 @@ def best_fill(
     lowered = np.concatenate(([0.0], np.cumsum(np.asarray(gains, np.float64))))
     misses = np.clip(miss - lowered, 0.0, 1.0)
     rows = num_ids + num_dynamic + np.arange(misses.shape[0], dtype=np.float64)
-    cost, every = np.full(rows.shape, np.inf), np.ones(rows.shape, np.int64)
+    cost = np.full(rows.shape, np.inf)
     for n in range(1, max_verify_every + 1):
-        priced = exact_cost_s(costs, rows, misses, n)
-        better = priced < cost
-        cost[better], every[better] = priced[better], n
+        cost = np.minimum(cost, exact_cost_s(costs, rows, misses, n))
     best = int(np.argmin(cost))
-    return Fill(best, int(every[best]), float(cost[best]))
+    return best, float(cost[best])

@@ -21,8 +21,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,15 +100,13 @@ def _merge(base: Int32, extra: Int32) -> Int32:
 class RequiredIds:
     """Ids that every slice of a model holds: without them it cannot stop or write every text.
 
-    eos_ids: every EOS id of the generation config. special_ids: the tokenizer's special tokens.
-    byte_ids: tokens of exactly one byte, the last resort for any text (byte-level alphabets and
+    kinds: "EOS", every EOS id of the generation config; "special", the tokenizer's special tokens;
+    "byte", tokens of exactly one byte, the last resort for any text (byte-level alphabets and
     SentencePiece's <0xNN>). Each int32, ascending. ids: their union.
     """
 
     vocab_size: int
-    eos_ids: Int32
-    special_ids: Int32
-    byte_ids: Int32
+    kinds: Mapping[str, Int32]
     ids: Int32
 
     @classmethod
@@ -115,12 +114,11 @@ class RequiredIds:
         cls, vocab_size: int, *, eos_ids: Ids, special_ids: Ids = (), byte_ids: Ids = ()
     ) -> RequiredIds:
         """From plain ids. Raises ValueError without any EOS id, IndexError for an id outside."""
-        eos = _sorted_ids(eos_ids, vocab_size)
-        if eos.size == 0:
+        given = {"EOS": eos_ids, "special": special_ids, "byte": byte_ids}
+        kinds = {kind: _sorted_ids(ids, vocab_size) for kind, ids in given.items()}
+        if kinds["EOS"].size == 0:
             raise ValueError("a slice needs at least one EOS id: without one nothing ever stops")
-        special = _sorted_ids(special_ids, vocab_size)
-        bytes_ = _sorted_ids(byte_ids, vocab_size)
-        return cls(vocab_size, eos, special, bytes_, _merge(_merge(eos, special), bytes_))
+        return cls(vocab_size, kinds, reduce(_merge, kinds.values()))
 
     @classmethod
     def from_tokens(cls, tokens: TokenTexts, eos_ids: Ids) -> RequiredIds:
@@ -148,8 +146,7 @@ class RequiredIds:
         Raises VocabStoreError naming the kind and the ids; EOS ids first, because without them an
         answer never stops.
         """
-        kinds = (("EOS", self.eos_ids), ("special", self.special_ids), ("byte", self.byte_ids))
-        for kind, wanted in kinds:
+        for kind, wanted in self.kinds.items():
             missing = np.setdiff1d(wanted, ids, assume_unique=True)
             if missing.size:
                 shown = ", ".join(map(str, missing[:8].tolist()))

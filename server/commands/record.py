@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from drafters.atomic_file import EVERYBODY, OWNER, replacing
@@ -141,13 +143,7 @@ def _record(
     identity: str,
     bar: Bar,
 ) -> int:
-    num, num_resumed, failures = write_recordings(
-        asked,
-        ask,
-        output,
-        identity=identity,
-        progress=lambda done, total: bar("recording", done, total),
-    )
+    num, num_resumed, failures = write_recordings(asked, ask, output, identity, bar)
     for failure in failures[:10]:
         line = f"{prompts.data}:{failure.prompt.line}"
         print(f"tailor: {line}: {failure.message}", file=sys.stderr)
@@ -242,6 +238,9 @@ class Failure:
     prompt: Prompt
     message: str
 
+
+Progress = Callable[[str, int, int | None], None]
+"""(what is done, how far, of how much)."""
 
 Ask = Callable[[Iterable[Prompt]], Iterator[Answer | Failure]]
 """`ask_engine` or `ask_server`, with everything but its prompts."""
@@ -427,7 +426,7 @@ class Kept:
     def __init__(self, output: Path, identity: str, *, is_dropped: bool = False) -> None:
         self._output, self._is_dropped = output, is_dropped
         # Other versions kept answers in another form, under the identity alone.
-        self._key = hashlib.sha256(f"findings of {identity}".encode()).hexdigest()
+        self._key = hashlib.sha256(f"findings and answers of {identity}".encode()).hexdigest()
         self._file = AnswerFile(kept_file(output))
         self._found: dict[str, Any] = {}
         self.num_found = 0
@@ -461,9 +460,6 @@ class Kept:
     def __contains__(self, name: str) -> bool:
         return name in self._found
 
-    def __getitem__(self, name: str) -> Any:
-        return self._found[name]
-
     def note(self, name: str, value: Any) -> None:
         """Keep a finding: plain values."""
         record = {"line": len(self._found), "key": self._key, "name": name, "value": value}
@@ -477,6 +473,29 @@ class Kept:
             self.note(name, find())
         return self._found[name]
 
+    def recorded(
+        self,
+        prompts: Sequence[Prompt],
+        ask: Ask,
+        progress: Progress,
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> tuple[dict[int, Answer], list[Failure]]:
+        """The answers to prompts by line, and those that have none. What is kept is not asked
+        again. goes_on: asked before each further prompt; the rest is left out where it says no."""
+        kept = {p.line: self._found.get(f"answer {p.line}") for p in prompts}
+        answers = {line: msgspec.convert(it, Answer) for line, it in kept.items() if it is not None}
+        failures: list[Failure] = []
+        todo = [prompt for prompt in prompts if prompt.line not in answers]
+        progress("recording", len(answers), len(prompts))
+        for answer in ask(itertools.takewhile(lambda _: goes_on(), todo)):
+            if isinstance(answer, Failure):
+                failures.append(answer)
+            else:
+                answers[answer.prompt.line] = answer
+                self.note(f"answer {answer.prompt.line}", asdict(replace(answer, counts=())))
+            progress("recording", len(answers) + len(failures), len(prompts))
+        return answers, failures
+
 
 def kept_file(output: Path) -> Path:
     """Where a run that writes this file keeps what it has found until its end."""
@@ -487,28 +506,19 @@ def write_recordings(
     prompts: Sequence[Prompt],
     ask: Ask,
     output: Path,
-    *,
     identity: str,
-    progress: Callable[[int, int], None] = lambda *_: None,
+    progress: Progress = lambda *_: None,
 ) -> tuple[int, int, list[Failure]]:
     """Ask for every prompt and write the recordings; (lines, lines that were there, failures).
 
     identity: names the model and its settings; a FILE.partial with the same identity and prompts is
-    continued. progress: (done, all). Raises ConfigError for another run's FILE.partial, for a file
-    that cannot be written, and when no prompt was answered.
+    continued. Raises ConfigError for another run's FILE.partial, for a file that cannot be written,
+    and when no prompt was answered.
     """
     told = "".join(f"\n{p.line} {p.text!r} {p.ids!r}" for p in prompts)
-    failures: list[Failure] = []
     with writing(output), Kept(output, identity + told) as kept:
-        progress(kept.num_found, len(prompts))
-        todo = [prompt for prompt in prompts if str(prompt.line) not in kept]
-        for done, answer in enumerate(ask(todo), kept.num_found + 1):
-            if isinstance(answer, Failure):
-                failures.append(answer)
-            else:
-                kept.note(str(answer.prompt.line), entry_of(answer))
-            progress(done, len(prompts))
-        found = [kept[str(prompt.line)] for prompt in prompts if str(prompt.line) in kept]
+        answers, failures = kept.recorded(prompts, ask, progress)
+        found = [entry_of(answers[prompt.line]) for prompt in prompts if prompt.line in answers]
         if not found:
             raise ConfigError(
                 f"no prompt was answered; line {failures[0].prompt.line}: {failures[0].message}"

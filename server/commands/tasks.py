@@ -35,10 +35,10 @@ from server.commands.options import (
     writing,
 )
 from server.commands.own_engine import OwnTokenizer, own_engine
+from server.commands.record import Progress
 from server.commands.tune_data import (
     BUSY,
     Example,
-    Progress,
     RecordOptions,
     TaskFile,
     Tuning,

@@ -485,7 +485,7 @@ def vocabulary(
     )
     held = profile.manifest["report"]["heldout"]
     costs, share = _head_costs(best, tokens.vocab_size, cost, run.head, run.head_share)
-    fill = best_fill(
+    _, cost_s = best_fill(
         costs,
         profile.slice.num_ids,
         profile.miss_rate or 0.0,
@@ -494,7 +494,7 @@ def vocabulary(
     )
     slice_s = costs.body_s + slice_head_s(costs, profile.slice.num_ids + held["mean_dynamic"])
     full_s = full_cost_s(costs)
-    speedup = full_s / fill.cost_s
+    speedup = full_s / cost_s
     # Slices are there on the CPU only; text that comes in groups should be worth the wait.
     exact = info.device == "cpu" and speedup >= _WORTH_EXACT and run.busy <= BUSY
     return {

@@ -7,17 +7,25 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
 from cyclopts import Parameter
 
 from server.commands.options import as_options, bounded, check_place, refused
 from server.commands.quality import estimate, exact, f1, on_a_line, repetition
-from server.commands.record import Answer, Failure, Kept, Prompt, ask_engine, kept_file, prompt_of
+from server.commands.record import (
+    Answer,
+    Kept,
+    Progress,
+    Prompt,
+    ask_engine,
+    kept_file,
+    prompt_of,
+)
 from server.config import DEFAULT_TASKS, TaskConfig
 from server.datasets import ExampleReader, Fields, Render, answered_turn, rows, turn_of
 from server.errors import ConfigError
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
 
 Ids = Sequence[int]
 Example = tuple[Ids, Ids]
-Progress = Callable[[str, int, int | None], None]
 Options = tuple[tuple[str, float], ...]
 """Of a drafter, by key, where they are not the defaults."""
 Data = tuple[list[Example | None], list[Prompt], list[str | None]]
@@ -418,35 +425,20 @@ def _record(run: Tuning, prompts: Sequence[Prompt]) -> list[Answer]:
     asked = [replace(prompts[i], line=i) for i in picked]
     asked.sort(key=lambda prompt: _shuffle(prompt.line))
     end_s = time.monotonic() + run.recording.record_seconds
-    answers = {p.line: msgspec.convert(kept[_name(p)], Answer) for p in asked if _name(p) in kept}
-    failures: list[Failure] = []
-
-    def in_time() -> Iterator[Prompt]:
-        for prompt in asked:
-            if prompt.line in answers:
-                continue
-            if _RECORDED in kept or time.monotonic() > end_s:
-                return
-            yield prompt
-
-    run.progress("recording", len(answers), num)
-    for answer in ask_engine(
+    ask = partial(
+        ask_engine,
         engine,
         run.tokenizer,
-        in_time(),
-        sampling_of(run),
+        sampling=sampling_of(run),
         speculation=SpeculationParams("auto", 8),
         num_open=min(16, engine.settings.max_num_seqs),
         num_likely=lambda prompt: (
             NUM_LIKELY if is_held(prompt.line, len(prompts), _RECORDED_HELD) else 0
         ),
-    ):
-        if isinstance(answer, Failure):
-            failures.append(answer)
-        else:
-            answers[answer.prompt.line] = answer
-            kept.note(_name(answer.prompt), asdict(answer))
-        run.progress("recording", len(answers) + len(failures), num)
+    )
+    answers, failures = kept.recorded(
+        asked, ask, run.progress, lambda: _RECORDED not in kept and time.monotonic() <= end_s
+    )
     run.material.num_recorded = len(answers)
     if len(answers) < _MIN_EXAMPLES:
         reason = f": {failures[0].message}" if failures else "; give it more time"
@@ -457,11 +449,6 @@ def _record(run: Tuning, prompts: Sequence[Prompt]) -> list[Answer]:
 
 
 _RECORDED = "recorded"
-
-
-def _name(prompt: Prompt) -> str:
-    """Of its answer among what is kept."""
-    return f"answer {prompt.line}"
 
 
 def _shuffle(number: int) -> int:

@@ -42,7 +42,7 @@ from server.engine.plan import Rows
 from server.engine.sequence import ScopedProfile, Sequence, SequenceHead, Unverified
 from server.engine.trees import DRAW, END_NODE, FIRST_NODE
 from server.types import Request, VocabularyParams
-from vocab_store.cost import Fill, HeadCosts, best_fill, best_verify_every, full_cost_s
+from vocab_store.cost import HeadCosts, best_fill, best_verify_every, full_cost_s
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import VocabSlice
 from vocab_store.slice_cache import Placement, SliceCacheIndex
@@ -226,7 +226,7 @@ class ExactControl:
             early_end=self._ends * per_token,
         )
 
-    def fill(self, profile: VocabProfile) -> Fill | None:
+    def fill(self, profile: VocabProfile) -> int | None:
         """How much of the fill order an `exact` T should take; None while costs are not known.
 
         All scopes share T, so it is priced by the device's times alone, for steps without drafts.
@@ -234,13 +234,14 @@ class ExactControl:
         costs = self.costs()
         if costs is None or profile.miss_rate is None or self._num_steps < _STEPS_TO_FILL:
             return None
-        return best_fill(
+        num, _ = best_fill(
             costs,
             profile.slice.num_ids,
             profile.miss_rate,
             profile.fill_gains,
             max_verify_every=self.max_verify_every,
         )
+        return num
 
     def _refresh(self, plan: ExactPlan) -> None:
         plan.since = 0
@@ -364,7 +365,7 @@ class SliceBook:
             fill = self.control.fill(profile)
             if fill is None:  # nothing measured yet: ask again
                 return profile, f"{profile.version}+0", profile.slice
-            self._fills[profile.version] = fill.num_fill
+            self._fills[profile.version] = fill
         num_fill = self._fills[profile.version]
         return profile, f"{profile.version}+{num_fill}", profile.filled(num_fill)
 

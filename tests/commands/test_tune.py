@@ -18,9 +18,10 @@ import pytest
 
 from drafters.corpus import Corpus
 from server import token_bytes
+from server.commands.record import Progress
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, Taken, best_of, corpus_fit, within
-from server.commands.tune_data import Progress, RecordOptions, TaskFile, Tuning, is_held
+from server.commands.tune_data import RecordOptions, TaskFile, Tuning, is_held
 from server.config import load_task, load_tasks
 from server.datasets import Fields
 from server.engine.engine import Engine

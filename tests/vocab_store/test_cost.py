@@ -105,14 +105,16 @@ def test_best_fill_is_the_cheapest_prefix(
     gains: list[float], miss: float, body_s: float, full_s: float, max_verify_every: int
 ) -> None:
     costs = HeadCosts(body_s, full_s, 200)
-    fill = best_fill(costs, 20, miss, gains, num_dynamic=3.5, max_verify_every=max_verify_every)
+    num_fill, cost_s = best_fill(
+        costs, 20, miss, gains, num_dynamic=3.5, max_verify_every=max_verify_every
+    )
     prices = []
     for count in range(len(gains) + 1):
         left = min(1.0, max(0.0, miss - sum(gains[:count])))
         for every in range(1, max_verify_every + 1):
             prices.append(enumerated_cost_s(costs, 20 + 3.5 + count, left, every))
-    assert fill.cost_s == pytest.approx(min(prices), rel=1e-7)
+    assert cost_s == pytest.approx(min(prices), rel=1e-7)
     assert full_cost_s(costs) == pytest.approx(body_s + full_s)
-    left = min(1.0, max(0.0, miss - sum(gains[: fill.num_fill])))
-    again = exact_cost_s(costs, 20 + fill.num_fill + 3.5, left, fill.verify_every)
-    assert fill.cost_s == pytest.approx(again, rel=1e-9)
+    left = min(1.0, max(0.0, miss - sum(gains[:num_fill])))
+    _, again = best_verify_every(costs, 20 + num_fill + 3.5, left, max_verify_every)
+    assert cost_s == pytest.approx(again, rel=1e-9)

@@ -43,9 +43,8 @@ def test_required_ids_of_a_tokenizer_are_eos_specials_and_one_byte_tokens() -> N
     pieces = [b"<eos>", b"a", b"ab", b"\xe4", b"<pad>", b"", b"<end>", b"<unused7>", b"<unused7>s"]
     tokens = Texts(pieces, special=[0, 4, 7, 8])  # as Gemma marks what only reserves a number
     required = RequiredIds.from_tokens(tokens, [0, 6])
-    assert required.eos_ids.tolist() == [0, 6]
-    assert required.special_ids.tolist() == [0, 4, 8]
-    assert required.byte_ids.tolist() == [1, 3]
+    kinds = {kind: ids.tolist() for kind, ids in required.kinds.items()}
+    assert kinds == {"EOS": [0, 6], "special": [0, 4, 8], "byte": [1, 3]}
     assert required.ids.tolist() == [0, 1, 3, 4, 6, 8]
     assert 7 in RequiredIds.from_tokens(tokens, [7]).ids
     with pytest.raises(ValueError, match="at least one EOS"):
