@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from cyclopts import Parameter
 from server.client.http import Caller, RefusedError
 from server.commands.data import FieldOptions, as_body
 from server.commands.options import Bar, CallOptions, as_options, bounded, writing
-from server.commands.quality import METRICS, Estimate, estimate, on_a_line
+from server.commands.quality import METRICS, estimate, on_a_line
 from server.config import load_tasks
 from server.datasets import Turn, answered_turn, json_lines, rows
 from server.errors import ConfigError
@@ -96,8 +95,18 @@ def evaluate(
             },
         }
         print(json.dumps(report))
-    else:
-        _tell(turns, outputs, chosen, estimates, scores[chosen], num_missing, examples)
+        return 0
+    missing = f", {num_missing} without an answer count 0" if num_missing else ""
+    print(f"{len(outputs)} rows{missing}\n")
+    for name, one in sorted(estimates.items(), key=lambda item: item[0] != chosen):
+        mark = "  <- what counts" if name == chosen else ""
+        print(f"{name:8} {one.mean:6.1%}   95 %: {one.low:.1%} to {one.high:.1%}{mark}")
+    worst = sorted(zip(scores[chosen], outputs, strict=True), key=lambda one: one[0])
+    for value, line in worst[:examples]:
+        if value < 1.0:
+            print(f"\nline {line}, {chosen} {value:.2f}")
+            print(f"  data    {on_a_line(turns[line].gold, _MAX_TEXT)}")
+            print(f"  answer  {on_a_line(outputs[line], _MAX_TEXT)}")
     return 0
 
 
@@ -186,26 +195,3 @@ def _metric_of(source: AnswerOptions) -> str | None:
         return None
     task = load_tasks(folder).get(source.task)
     return None if task is None else task.metric
-
-
-def _tell(
-    turns: dict[int, Turn],
-    outputs: dict[int, str | None],
-    chosen: str,
-    estimates: dict[str, Estimate],
-    scores: Sequence[float],
-    num_missing: int,
-    num_shown: int,
-) -> None:
-    missing = f", {num_missing} without an answer count 0" if num_missing else ""
-    print(f"{len(outputs)} rows{missing}\n")
-    for name, one in sorted(estimates.items(), key=lambda item: item[0] != chosen):
-        mark = "  <- what counts" if name == chosen else ""
-        print(f"{name:8} {one.mean:6.1%}   95 %: {one.low:.1%} to {one.high:.1%}{mark}")
-    worst = sorted(zip(scores, outputs, strict=True), key=lambda one: one[0])
-    for score, line in worst[:num_shown]:
-        if score >= 1.0:
-            break
-        print(f"\nline {line}, {chosen} {score:.2f}")
-        print(f"  data    {on_a_line(turns[line].gold, _MAX_TEXT)}")
-        print(f"  answer  {on_a_line(outputs[line], _MAX_TEXT)}")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -479,6 +479,25 @@ def quality(
     fails = len(compared) >= _FEW and best_mean < _FAILS
     worst = sorted(range(len(compared)), key=lambda i: scores[i])
     shown = [compared[worst[i * (len(worst) - 1) // max(1, _SHOWN - 1)]] for i in range(_SHOWN)]
+
+    def suggestions() -> Iterator[str]:
+        if stop is not None and stop not in stops:
+            # As a shell takes it: within plain quotes \n stays two letters.
+            typed = f"--stop $'{stop.encode('unicode_escape').decode()}'"
+            yield f"stop: {json.dumps([stop])} would bring F1 to {with_stop:.0%} ({typed})"
+        if at_limit > 0.1:
+            ends = "give a stop, or raise it" if stop is None else "with that stop they would end"
+            yield f"{at_limit:.0%} of the outputs were ended by max_tokens alone: {ends}"
+        if can_chat and (fails or with_stop < 0.5):
+            yield (
+                "the model has a chat template and these prompts are plain text: give the data as "
+                "messages"
+            )
+        if fails:
+            yield (
+                "train the model on the task (tailor tasks train), or put examples into the prompt"
+            )
+
     return {
         "compared": len(compared),
         "exact_match": _interval(right),
@@ -487,7 +506,7 @@ def quality(
         "hit_max_tokens": round(at_limit, 3),
         "repeats_itself": round(looping, 3),
         "does_the_task": not fails,
-        "suggestions": list(_suggestions(stop, stops, with_stop, at_limit, fails, can_chat)),
+        "suggestions": list(suggestions()),
         "examples": [{"data": c.gold, "model": c.output} for c in dict.fromkeys(shown)],
     }
 
@@ -506,32 +525,6 @@ def _best_stop(compared: Sequence[Compared], mean: float) -> tuple[str | None, f
         if sum(cut) / len(cut) >= best[1] + _BETTER:
             best = (stop, sum(cut) / len(cut))
     return best
-
-
-def _suggestions(
-    stop: str | None,
-    stops: Sequence[str],
-    with_stop: float,
-    at_limit: float,
-    fails: bool,
-    can_chat: bool,
-) -> Iterable[str]:
-    if stop is not None and stop not in stops:
-        # As a shell takes it: within plain quotes \n stays two letters.
-        typed = f"--stop $'{stop.encode('unicode_escape').decode()}'"
-        yield f"stop: {json.dumps([stop])} would bring F1 to {with_stop:.0%} ({typed})"
-    if at_limit > 0.1:
-        yield (
-            f"{at_limit:.0%} of the outputs were ended by max_tokens alone: "
-            + ("with that stop they would end" if stop is not None else "give a stop, or raise it")
-        )
-    if can_chat and (fails or with_stop < 0.5):
-        yield (
-            "the model has a chat template and these prompts are plain text: give the data as "
-            "messages"
-        )
-    if fails:
-        yield "train the model on the task (tailor tasks train), or put examples into the prompt"
 
 
 def quality_lines(found: dict[str, Any]) -> list[str]:

@@ -66,17 +66,6 @@ def test_names_of_before_still_work_and_are_not_shown(tailor: Tailor) -> None:
     assert "--in" not in tailor("run", "--help").out.split()
 
 
-def test_options_that_mean_the_same_have_one_name() -> None:
-    """An option is called alike wherever it is, and names of before are nobody's first name."""
-    options = {name: facts.options for name, facts in known().items()}
-    for command in ("run", "record", "replay", "corpus build", "tasks tune", "vocab profile"):
-        assert "--data" in options[f"tailor {command}"], command
-    for command in ("run", "record", "corpus build", "corpus bigrams", "vocab profile"):
-        assert {"--output", "-o"} <= options[f"tailor {command}"], command
-    for command in ("run", "complete", "record", "corpus generate"):
-        assert {"--url", "--api-key", "--timeout", "--task"} <= options[f"tailor {command}"]
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [

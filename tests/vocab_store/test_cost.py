@@ -15,7 +15,6 @@ from vocab_store.cost import (
     best_fill,
     best_verify_every,
     exact_cost_s,
-    expected_yield,
     full_cost_s,
 )
 
@@ -28,12 +27,6 @@ def by_enumeration(miss: float, every: int) -> float:
     for j in range(every):
         total += (j + 1) * (1 - miss) ** j * miss
     return total
-
-
-@settings(max_examples=examples(300))
-@given(st.floats(0, 1), st.integers(1, 40))
-def test_expected_yield_is_the_sum_over_first_misses(miss: float, every: int) -> None:
-    assert expected_yield(miss, every) == pytest.approx(by_enumeration(miss, every), rel=1e-9)
 
 
 @pytest.mark.parametrize(("early_end", "seed"), [(0.0, 5), (0.2, 6)])
