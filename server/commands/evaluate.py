@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from server.client.http import Caller, RefusedError
 from server.commands.data import FieldOptions, as_body
-from server.commands.options import Bar, CallOptions, as_options, bounded, writing
+from server.commands.options import Bar, CallOptions, bounded, writing
 from server.commands.quality import METRICS, estimate, on_a_line
 from server.config import load_tasks
 from server.datasets import Turn, answered_turn, json_lines, rows
@@ -23,37 +23,27 @@ _FIELDS, _CALL = FieldOptions(), CallOptions()
 _MAX_TEXT = 120
 
 
-@as_options
-class AnswerOptions:
-    """Where the answers come from."""
-
-    answers: Annotated[
-        Path | None,
-        Parameter(
-            metavar="FILE",
-            help="answers of `tailor run`, or recordings; without it --task is asked at --url",
-        ),
-    ] = None
-    task: Annotated[
-        str | None, Parameter(metavar="NAME", help="the task; its file may name a metric")
-    ] = None
-    tasks: Annotated[
-        Path | None, Parameter(metavar="DIR", help="folder of task files (configs/tasks)")
-    ] = None
-    concurrency: Annotated[int, bounded("requests open at once (8)", gte=1)] = 8
-    max_tokens: Annotated[int | None, bounded("longest output (the task's)", gte=1)] = None
-
-
-_ANSWERS = AnswerOptions()
-
-
 def evaluate(
     *,
     data: Annotated[
         Path,
         Parameter(metavar="FILE", help="JSON lines, CSV or Parquet with prompts and outputs"),
     ],
-    source: AnswerOptions = _ANSWERS,
+    answers: Annotated[
+        Path | None,
+        Parameter(
+            metavar="FILE",
+            help="answers of `tailor run`, or recordings; without it --task is asked at --url",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, Parameter(metavar="NAME", help="the task; its file may name a metric")
+    ] = None,
+    tasks: Annotated[
+        Path | None, Parameter(metavar="DIR", help="folder of task files (configs/tasks)")
+    ] = None,
+    concurrency: Annotated[int, bounded("requests open at once (8)", gte=1)] = 8,
+    max_tokens: Annotated[int | None, bounded("longest output (the task's)", gte=1)] = None,
     fields: FieldOptions = _FIELDS,
     metric: Annotated[
         Literal["exact", "f1", "rouge_l", "json"] | None,
@@ -65,13 +55,13 @@ def evaluate(
     call: CallOptions = _CALL,
 ) -> int:
     turns = _turns(data, fields, limit)
-    if source.answers is not None:
-        outputs = _from_file(source.answers, turns)
-    elif source.task is not None:
-        outputs = _from_server(source, call, turns)
+    if answers is not None:
+        outputs = _from_file(answers, turns)
+    elif task is not None:
+        outputs = _from_server(task, turns, call, concurrency, max_tokens)
     else:
         raise ConfigError("give --answers FILE, or --task NAME of a running server")
-    chosen = metric or _metric_of(source) or "f1"
+    chosen = metric or _metric_of(task, tasks) or "f1"
     scores = {
         name: [
             0.0 if out is None else score(turns[n].gold or "", out) for n, out in outputs.items()
@@ -156,26 +146,25 @@ def _text_of(entry: dict[str, Any]) -> str | None:
 
 
 def _from_server(
-    source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]
+    task: str, turns: dict[int, Turn], call: CallOptions, num_open: int, max_tokens: int | None
 ) -> dict[int, str | None]:
     """Every row asked of a running server. Raises CallFailedError."""
-    assert source.task is not None
-    fields = {} if source.max_tokens is None else {"max_tokens": source.max_tokens}
+    fields = {} if max_tokens is None else {"max_tokens": max_tokens}
     asked = (
         (
             line,
             "/completions" if "prompt" in turn.asked else "/chat/completions",
-            {"model": source.task, **fields, **as_body(turn.asked)},
+            {"model": task, **fields, **as_body(turn.asked)},
         )
         for line, turn in turns.items()
     )
     texts: dict[int, str | None] = dict.fromkeys(turns)
     is_told = False  # why the first that is refused is
     with (
-        Caller(call.endpoint(), num_open=source.concurrency, timeout_s=call.timeout) as caller,
+        Caller(call.endpoint(), num_open=num_open, timeout_s=call.timeout) as caller,
         Bar() as bar,
     ):
-        caller.check_task(source.task)
+        caller.check_task(task)
         for done, (line, answer) in enumerate(caller.answers(asked), 1):
             if isinstance(answer, RefusedError):
                 if not is_told:
@@ -188,10 +177,10 @@ def _from_server(
     return texts
 
 
-def _metric_of(source: AnswerOptions) -> str | None:
+def _metric_of(name: str | None, tasks: Path | None) -> str | None:
     """The metric of the task's file. Raises ConfigError."""
-    folder = tasks_folder(source.tasks)
-    if source.task is None or folder is None:
+    folder = tasks_folder(tasks)
+    if name is None or folder is None:
         return None
-    task = load_tasks(folder).get(source.task)
+    task = load_tasks(folder).get(name)
     return None if task is None else task.metric

@@ -15,7 +15,6 @@ from server.commands.options import (
     Bar,
     IdOptions,
     OutputFile,
-    as_options,
     bounded,
     refused,
     writing,
@@ -26,28 +25,7 @@ if TYPE_CHECKING:
     from server.commands.data import ModelText
 
 
-@as_options
-class FilterOptions:
-    """The filters of VocabTailor's Algorithm 1."""
-
-    no_input_aware: Annotated[bool, Parameter(help="count output tokens of the own prompt too")] = (
-        False
-    )
-    language: Annotated[
-        tuple[str, ...],
-        Parameter(
-            metavar="TAG",
-            help="keep only tokens of this language's Unicode blocks; may be repeated",
-        ),
-    ] = ()
-    block: Annotated[tuple[str, ...], Parameter(help="keep a further block; may be repeated")] = ()
-    tolerance: Annotated[
-        float,
-        bounded("share of documents that may lose a token (0.01)", metavar="TAU", gte=0, lte=1),
-    ] = 0.01
-
-
-_FILTERS, _FIELDS, _IDS = FilterOptions(), FieldOptions(), IdOptions()
+_FIELDS, _IDS = FieldOptions(), IdOptions()
 
 
 def profile(
@@ -60,7 +38,22 @@ def profile(
         Path | None,
         Parameter(metavar="FILE", help="report on these; default: every 10th line of --data"),
     ] = None,
-    filters: FilterOptions = _FILTERS,
+    # The filters of VocabTailor's Algorithm 1.
+    no_input_aware: Annotated[bool, Parameter(help="count output tokens of the own prompt too")] = (
+        False
+    ),
+    language: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="TAG",
+            help="keep only tokens of this language's Unicode blocks; may be repeated",
+        ),
+    ] = (),
+    block: Annotated[tuple[str, ...], Parameter(help="keep a further block; may be repeated")] = (),
+    tolerance: Annotated[
+        float,
+        bounded("share of documents that may lose a token (0.01)", metavar="TAU", gte=0, lte=1),
+    ] = 0.01,
     export_edge_llm: Annotated[
         Path | None, FOLDER, Parameter(help="also write vocab_map.safetensors here")
     ] = None,
@@ -68,16 +61,16 @@ def profile(
     from vocab_store.profile import ProfileSettings, build_profile, model_facts, report_text
     from vocab_store.slice import RequiredIds, export_vocab_map
 
-    if filters.block and not filters.language:
+    if block and not language:
         raise ConfigError("--block needs --language: without it tokens of all blocks are kept")
     with Bar() as bar:
         text = open_text(ids.model, fields, adapter=ids.adapter, report=bar.stage)
     with Bar() as bar, refused():
         settings = ProfileSettings(
-            input_aware=not filters.no_input_aware,
-            languages=filters.language,
-            extra_blocks=filters.block,
-            tolerance=filters.tolerance,
+            input_aware=not no_input_aware,
+            languages=language,
+            extra_blocks=block,
+            tolerance=tolerance,
         )
         hidden_size, eos_ids = model_facts(text.folder)
         required = RequiredIds.from_tokens(text.table, eos_ids)
