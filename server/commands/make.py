@@ -56,7 +56,7 @@ from server.commands.options import (
     writing,
 )
 from server.commands.own_engine import OwnTokenizer, checked_model, own_engine
-from server.commands.quality import METRICS, Estimate, estimate
+from server.commands.quality import METRICS, estimate
 from server.commands.record import Answer, Prompt, ask_engine
 from server.commands.tasks import tune_task
 from server.commands.train import (
@@ -575,13 +575,6 @@ class _Make:
         return report
 
     def _evaluate(self) -> dict[str, Any]:
-        found = self._judged()
-        told = [f"{name} {one.mean:.1%} ({one.low:.1%} to {one.high:.1%})" for name, one in found]
-        line = f"{_EVALUATED} {len(self._held)} rows that were held out: {', '.join(told)}."
-        self._write_task(self.output.read_text(encoding="utf-8"), line)
-        return {name: asdict(one) for name, one in found}
-
-    def _judged(self) -> list[tuple[str, Estimate]]:
         """How good answers to the held-out rows are, the task's metric first."""
         task = load_task(self.output)
         drawn = SamplingOptions(max_tokens=task.sampling.max_tokens, stop=self._stop)
@@ -607,10 +600,11 @@ class _Make:
                 bar("answers", done, len(self._held))
         names = [self._proposal.metric, *(name for name in METRICS if name != "json")]
         pairs = [(turn.gold or "", text) for turn, text in zip(self._held, outputs, strict=True)]
-        return [
-            (name, estimate([METRICS[name](gold, text) for gold, text in pairs]))
-            for name in dict.fromkeys(names)
-        ]
+        found = {n: estimate([METRICS[n](gold, text) for gold, text in pairs]) for n in names}
+        told = [f"{n} {one.mean:.1%} ({one.low:.1%} to {one.high:.1%})" for n, one in found.items()]
+        line = f"{_EVALUATED} {len(self._held)} rows that were held out: {', '.join(told)}."
+        self._write_task(self.output.read_text(encoding="utf-8"), line)
+        return {name: asdict(one) for name, one in found.items()}
 
     def _write_first(self) -> None:
         """The task of its data alone, with a corpus in the ids that the model writes now; nothing
