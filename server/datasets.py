@@ -325,29 +325,23 @@ class ExampleReader:
 
     def _examples(self, some: Sequence[tuple[str, dict[str, Any]]]) -> list[Example]:
         """All texts in one call: tokenizers cuts them on several cores."""
-        found: list[Example | None] = [self._of_ids(row, where) for where, row in some]
-        texts = [
-            self._texts(row, where)
-            for (where, row), example in zip(some, found, strict=True)
-            if example is None
-        ]
-        flat = [text for _, *pair in texts for text in pair]
-        encoded = self._tokenizer.encode_batch_fast(flat, add_special_tokens=False)
-        rest = zip(texts, encoded[::2], encoded[1::2], strict=True)
-        for i, example in enumerate(found):
-            if example is None:
-                (rendered, before, both), alone, whole = next(rest)
-                prompt, output = _cut(alone.ids, whole.ids, self._eos)
-                if rendered is None:
-                    rendered = [*(self._opening if alone.ids else ()), *prompt]
-                elif len(prompt) < len(alone.ids):
-                    # The two join in one token, but the template's ids are served as they are: the
-                    # answer is cut as it is behind an id that joins with nothing.
-                    text = self._end + both[len(before) :]
-                    cut = self._tokenizer.encode(text, add_special_tokens=False)
-                    output = [*cut.ids[bool(self._end) :], self._eos]
-                found[i] = rendered, output
-        return [example for example in found if example is not None]
+        found = {i: ids for i, (where, row) in enumerate(some) if (ids := self._of_ids(row, where))}
+        texts = {i: self._texts(row, at) for i, (at, row) in enumerate(some) if i not in found}
+        flat = [text for _, *pair in texts.values() for text in pair]
+        encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        for i, (rendered, before, both) in texts.items():
+            alone, whole = next(encoded), next(encoded)
+            prompt, output = _cut(alone.ids, whole.ids, self._eos)
+            if rendered is None:
+                rendered = [*(self._opening if alone.ids else ()), *prompt]
+            elif len(prompt) < len(alone.ids):
+                # The two join in one token, but the template's ids are served as they are: the
+                # answer is cut as it is behind an id that joins with nothing.
+                text = self._end + both[len(before) :]
+                cut = self._tokenizer.encode(text, add_special_tokens=False)
+                output = [*cut.ids[bool(self._end) :], self._eos]
+            found[i] = rendered, output
+        return [found[i] for i in range(len(some))]
 
     def _of_ids(self, row: dict[str, Any], where: str) -> Example | None:
         """The example of a row of ids; None for others."""

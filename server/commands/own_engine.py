@@ -125,7 +125,15 @@ def check_places(models: Iterable[ModelConfig]) -> None:
 def _problems(model: ModelConfig) -> Iterable[str]:
     folder = Path(model.path).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
-        yield _no_model(model, folder)
+        what = "holds no config.json; a model's folder has config.json, *.safetensors and "
+        what += "tokenizer.json"
+        if (folder / ADAPTER_FILE).is_file():
+            base = object_in(folder / ADAPTER_FILE).get("base_model_name_or_path")
+            what = (
+                "is an adapter and no model; serve its base with it: "
+                f"--model {base or 'BASE'} --adapter {folder}"
+            )
+        yield f"model {model.name}: {folder}: {what}"
     merged = [] if model.adapter is None else [("adapter", model.adapter)]
     for key, path in [*merged, *(("adapters", one.path) for one in model.adapters)]:
         adapter = Path(path).expanduser()
@@ -136,20 +144,6 @@ def _problems(model: ModelConfig) -> Iterable[str]:
         problem = device_problem(device)
         if problem is not None:
             yield f"model {model.name}: device {device}: {problem}"
-
-
-def _no_model(model: ModelConfig, folder: Path) -> str:
-    """Why a folder without a config.json is no model, and what it is."""
-    if not (folder / ADAPTER_FILE).is_file():
-        return (
-            f"model {model.name}: {folder}: holds no config.json; a model's folder has config.json,"
-            " *.safetensors and tokenizer.json"
-        )
-    base = object_in(folder / ADAPTER_FILE).get("base_model_name_or_path")
-    return (
-        f"model {model.name}: {folder}: is an adapter and no model; serve its base with it: "
-        f"--model {base or 'BASE'} --adapter {folder}"
-    )
 
 
 def device_problem(device: str) -> str | None:
