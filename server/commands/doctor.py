@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -47,7 +47,8 @@ class Part(NamedTuple):
 def doctor(place: Place = _PLACE, what: ModelChoice = _MODEL) -> int:
     bad = 0
     config = server_config(place, what, EngineOptions())
-    for topic, find in _TOPICS.items():
+    for find in (_cores, _memory, _cache, _models, _tasks, _port):
+        topic = find.__name__.removeprefix("_")
         try:
             found = list(find(config))
         except TailorError as error:
@@ -203,13 +204,3 @@ def _port(config: ServerConfig) -> Iterator[Finding]:
     listen(place.host, place.port).close()
     told = "HTTPS" if place.ssl_certfile else "HTTP"
     yield Finding(f"{place.host}:{place.port} is free, for {told}")
-
-
-_TOPICS: dict[str, Callable[[ServerConfig], Iterator[Finding]]] = {
-    "cores": _cores,
-    "memory": _memory,
-    "cache": _cache,
-    "models": _models,
-    "tasks": _tasks,
-    "port": _port,
-}
