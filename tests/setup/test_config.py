@@ -18,7 +18,6 @@ from server.config import (
     load_task,
     load_tasks,
 )
-from server.config.server import with_overrides
 from server.config.task import task_version
 from server.config.yaml_file import MemorySize, parse_device_list, parse_memory, parse_yaml
 from server.errors import ConfigError
@@ -293,13 +292,6 @@ def test_as_many_keys_as_there_may_be_are_told_apart_at_once() -> None:
     assert time.process_time() - began < 1.0
     with pytest.raises(ValueError, match="keys: 'key-7' is there twice"):
         ServerConfig(keys=(*keys[:9], keys[7]))
-
-
-def test_overrides_name_the_option() -> None:
-    config = with_overrides(ServerConfig(), "engine", {"max_num_seqs": 4, "threads": None})
-    assert config.engine.max_num_seqs == 4 and config.engine.threads is None
-    with pytest.raises(ConfigError, match=r"^--max-num-seqs: "):
-        with_overrides(ServerConfig(), "engine", {"max_num_seqs": 0})
 
 
 # --- folders of tasks ---
