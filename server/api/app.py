@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from typing import NoReturn
 
 from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
@@ -28,7 +29,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.routing import Match
 
 from server import __version__
@@ -49,7 +49,7 @@ from server.api.faces.completions import Completions
 from server.api.faces.decisions import Decisions
 from server.api.faces.responses import Responses
 from server.api.faces.system_one import SystemOne
-from server.api.gate import OPEN_PATHS, Gate, Traces, check_query, error_response
+from server.api.gate import OPEN_PATHS, Gate, Traces, check_query
 from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.openapi import described, document
 from server.api.order import Orders
@@ -111,7 +111,6 @@ def create_app(
         lifespan=lifespan,
         middleware=_middleware(config, client.metrics, paths, traces, keys),
     )
-    app.add_exception_handler(TailorError, _tailor_error)
     app.add_exception_handler(HTTPException, _http_error)
     context = RouteContext(orders, client)
     faces: list[Face] = [
@@ -181,17 +180,8 @@ def _middleware(
     return [*middleware, gate]
 
 
-async def _tailor_error(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, TailorError)
-    request.state.error_code = error.code or ""
-    status, body, headers = error_response(error)
-    response = Response(body, status)
-    response.raw_headers = headers
-    return response
-
-
-async def _http_error(request: HttpRequest, error: Exception) -> Response:
-    """The router's own refusals in our shape."""
+async def _http_error(request: HttpRequest, error: Exception) -> NoReturn:
+    """Raise the router's own refusals as ours, which the gate answers as it does all others."""
     assert isinstance(error, HTTPException)
     method, path = request.method[:16], echoed(request.url.path, 100)
     told: TailorError = RequestError("The request cannot be handled.")
@@ -204,7 +194,7 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
         told = MethodNotAllowedError(
             f"The route {path} has no {echoed(method)}.", headers=(("allow", allow),)
         )
-    return await _tailor_error(request, told)
+    raise told
 
 
 # --- where a client of another server finds what it asked for -------------------------------------

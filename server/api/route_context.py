@@ -136,12 +136,14 @@ class EventStream(Response):
                     keeper = asyncio.create_task(self._keep_alive(send))
                 try:
                     data = await first
+                    while data is not None and not leaving.done():
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                        self._last_s = time.monotonic()
+                        data = await anext(self._events, None)
                 except TailorError as error:
-                    data = self._writer.error(error)
-                while data is not None and not leaving.done():
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                    self._last_s = time.monotonic()
-                    data = await anext(self._events, None)
+                    if not leaving.done():
+                        data = self._writer.error(error)
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
                 if keeper is not None:
                     keeper.cancel()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -285,19 +287,10 @@ class StreamWriter(ABC):
         return event(error_answer(error)) + DONE
 
     async def events(self, submission: Submission) -> AsyncGenerator[bytes, None]:
-        """One byte string for all that arrived together. An error before the first event is raised;
-        after it, it becomes an event."""
-        has_begun = False
-        try:
-            async for arrived in submission:
-                if data := self.written(arrived):
-                    has_begun = True
-                    yield data
-        except TailorError as error:
-            if not has_begun:
-                raise
-            yield self.error(error)
-            return
+        """One byte string for all that arrived together. Raises the TailorError that ends it."""
+        async for arrived in submission:
+            if data := self.written(arrived):
+                yield data
         yield self.end()
 
 

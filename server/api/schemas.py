@@ -374,7 +374,22 @@ def close_described(schema: Any) -> Any:
     is put together from parts that describe one object (allOf, $ref or anyOf beside properties) no
     part knows the others' members: then nothing is closed.
     """
-    return schema if _is_mixed(schema) else mapped(schema, _close_one)
+    is_mixed = False
+
+    def look(part: dict[str, Any]) -> dict[str, Any]:
+        nonlocal is_mixed
+        parts, turns = part.get("allOf"), part.get("anyOf")
+        beside = [part, *(turns if isinstance(turns, list) else ())]
+        refers = any(isinstance(one, dict) and "$ref" in one for one in beside)
+        is_one = isinstance(parts, list) and len(parts) == 1
+        if (parts is not None and not is_one) or (
+            "properties" in part and (refers or parts is not None)
+        ):
+            is_mixed = True
+        return part
+
+    mapped(schema, look)
+    return schema if is_mixed else mapped(schema, _close_one)
 
 
 def close_all(schema: Any) -> Any:
@@ -415,29 +430,6 @@ def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> A
         else:
             changed[key] = mapped(value, change)
     return change(changed)
-
-
-def _is_mixed(schema: Any) -> bool:
-    """Whether some object is described by several schemas that lie in different places."""
-    if isinstance(schema, (list, tuple)):
-        return any(map(_is_mixed, schema))
-    if not isinstance(schema, Mapping):
-        return False
-    parts = schema.get("allOf")
-    if parts is not None and (not isinstance(parts, (list, tuple)) or len(parts) != 1):
-        return True
-    if "properties" in schema and ("$ref" in schema or parts is not None):
-        return True
-    turns = schema.get("anyOf")
-    if "properties" in schema and isinstance(turns, (list, tuple)):
-        if any(isinstance(part, Mapping) and "$ref" in part for part in turns):
-            return True
-    return any(
-        any(map(_is_mixed, value.values()))
-        if key in _NAMED and isinstance(value, Mapping)
-        else key not in _VALUES and _is_mixed(value)
-        for key, value in schema.items()
-    )
 
 
 # --- whether arguments fit ------------------------------------------------------------------------
