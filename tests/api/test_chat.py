@@ -13,7 +13,6 @@ from openai.types.chat import ChatCompletionChunk
 
 from server.config import SamplingDefaults, SpeculationConfig, TaskConfig
 from server.config.task import TaskLimits
-from server.types import Request
 from tests.api.chat_models import CONTEXT, EOS, TEMPLATES, decode, encode, says, weather
 from tests.api.fixtures import Engines, chats_of
 from tests.api.live import LiveServer, as_bytes
@@ -143,22 +142,6 @@ def test_every_sampling_field_reaches_the_engine(
     [request] = engine.submitted
     check_sampling(request)
     assert request.num_choices == 2 and request.grammar is None
-
-
-def test_choices_are_numbered(server: LiveServer, engine: ScriptedEngine) -> None:
-    def script(request: Request) -> Any:
-        return together(
-            [steps_of(request, as_bytes("abc"[k] * (k + 1)), choice_id=k) for k in range(3)]
-        )
-
-    engine.script = script
-    body = chat(server, n=3, return_token_ids=True).json()
-    assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [
-        (0, "a"), (1, "bb"), (2, "ccc"),
-    ]  # fmt: skip
-    assert body["choices"][2]["token_ids"] == as_bytes("ccc")
-    assert body["prompt_token_ids"] == encode(PROMPT)
-    assert body["usage"]["completion_tokens"] == 6
 
 
 # --- logprobs ---

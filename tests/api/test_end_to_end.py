@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from tests.api.fixtures import over
-from tests.api.live import LiveServer, as_key, encode, keyed
-from tests.api.real_engine import CONTEXT, TABLE, spec
+from tests.api.live import LiveServer, as_key, keyed
+from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_completions import events, streamed
 from tests.api.test_lifecycle import send_request
 from tests.api.unharmed import rss_mib
@@ -113,73 +113,6 @@ def test_stop_strings_cut_the_text_wherever_they_fall(server: LiveServer) -> Non
                     got = end["text"]
                 assert got == cut + (stop if include else "")
                 assert (end["finish_reason"], end["stop_reason"]) == ("stop", stop)
-
-
-def test_the_eos_and_stop_ids_end_without_text(server: LiveServer) -> None:
-    options = {"prompt": "the quick", "temperature": 0, "max_tokens": 30}
-    free = server.post(ignore_eos=True, return_token_ids=True, **options).json()["choices"][0]
-    stop_id = free["token_ids"][4]
-    first = free["token_ids"].index(stop_id)
-    body = server.post(
-        ignore_eos=True, stop_token_ids=[stop_id], return_token_ids=True, **options
-    ).json()
-    [choice] = body["choices"]
-    assert choice["token_ids"] == free["token_ids"][: first + 1]
-    expected = TABLE.join(free["token_ids"][:first], skip_special=True)
-    assert choice["text"] == expected.decode(errors="replace")
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop_id)
-    forced = server.post(logit_bias={"0": 100}, **options).json()
-    assert forced["choices"][0]["text"] == "" and forced["usage"]["completion_tokens"] == 1
-    assert forced["choices"][0]["finish_reason"] == "stop"
-
-
-def test_logprobs_of_named_ids_are_those_among_the_likeliest(server: LiveServer) -> None:
-    """With drafts and without: a named id has the logprob that it has when it is told by rank."""
-    options = {"prompt": "the quick", "temperature": 0, "ignore_eos": True, "max_tokens": 12}
-    options |= {"return_tokens_as_token_ids": True, "logprobs": 20}
-    ranked = server.post(**options).json()["choices"][0]["logprobs"]["top_logprobs"]
-    named = sorted({int(name.removeprefix("token_id:")) for name in ranked[0]})
-    for drafter in ("off", "suffix"):
-        body = {"logprob_token_ids": named, "speculation": {"drafter": drafter}}
-        told = server.post(**options, **body).json()["choices"][0]["logprobs"]
-        for token, top, likeliest in zip(told["tokens"], told["top_logprobs"], ranked, strict=True):
-            assert set(top) == {token} | {f"token_id:{i}" for i in named}
-            both = top.keys() & likeliest.keys()
-            assert both and {n: top[n] for n in both} == pytest.approx(
-                {n: likeliest[n] for n in both}, abs=1e-6
-            )
-
-
-def test_prompt_logprobs_are_the_drawn_ones(server: LiveServer) -> None:
-    """Scoring a text that was generated gives the logprobs that it was generated with."""
-    options = {"temperature": 0, "logprobs": 2, "ignore_eos": True, "return_token_ids": True}
-    made = server.post(prompt="the quick", max_tokens=12, **options).json()["choices"][0]
-    ids = encode("the quick") + made["token_ids"]
-    for max_tokens in (0, 3):
-        scored = server.post(prompt=ids, echo=True, max_tokens=max_tokens, **options).json()
-        logprobs = scored["choices"][0]["logprobs"]
-        at = len(encode("the quick"))
-        assert logprobs["token_logprobs"][at : at + 12] == made["logprobs"]["token_logprobs"]
-        assert logprobs["top_logprobs"][at : at + 12] == made["logprobs"]["top_logprobs"]
-        assert len(logprobs["tokens"]) == len(ids) + max_tokens
-        assert scored["usage"]["completion_tokens"] == max_tokens
-
-
-def test_a_request_that_no_token_satisfies_fails_alone(server: LiveServer) -> None:
-    with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(answers, server, prompt="the quick", temperature=0)
-        for body in (
-            {"allowed_token_ids": [5], "logit_bias": {"5": -100}},
-            {"allowed_token_ids": [0], "min_tokens": 3},  # nothing but EOS, and no EOS
-        ):
-            response = server.post(**body)
-            assert response.status_code == 400, response.text
-            error = response.json()["error"]
-            assert error["code"] == "constraint_unsatisfiable"
-            assert error["param"] == "allowed_token_ids"
-            assert error["type"] == "invalid_request_error"
-        assert other.result()[0][1] == "length"
-    assert server.post(max_tokens=2).status_code == 200
 
 
 @pytest.mark.slow

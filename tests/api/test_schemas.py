@@ -86,16 +86,20 @@ def test_a_property_called_like_a_keyword() -> None:
 @pytest.mark.parametrize("close", [True, False])
 def test_every_field_that_brings_a_schema(close: bool) -> None:
     wanted, rules = SHUT if close else CITY, SchemaRules(closes=close)
-    for sent in (
-        {"structured_outputs": {"json": CITY}},
-        {"json_schema": CITY},
+    an_object = {"type": "object"}
+    for sent, said in (
+        ({"structured_outputs": {"json": CITY}}, wanted),
+        ({"structured_outputs": {"json": json.dumps(CITY)}}, wanted),
+        ({"json_schema": CITY}, wanted),
         # the name is optional
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}},
-        {"response_format": {"type": "json_object", "schema": CITY}},
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}}, wanted),
+        ({"response_format": {"type": "json_object", "schema": CITY}}, wanted),
+        ({"response_format": {"type": "json_object"}}, an_object),
+        ({"structured_outputs": {"json_object": True}}, an_object),
     ):
         body = validate(CompletionBody, {"prompt": "x", **sent})
         grammar = grammar_of(body, format_of(body.response_format), rules)
-        assert grammar is not None and json.loads(grammar[0].source) == wanted
+        assert grammar is not None and json.loads(grammar[0].source) == said
     tools = {"tools[0].function": FunctionBody(name="f", parameters=CITY)}
     chosen = chosen_tools(tools, ("required", {}), rules)
     assert chosen.callable["f"] == wanted
