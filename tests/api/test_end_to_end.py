@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.api.fixtures import over
-from tests.api.live import LiveServer, as_key, keyed
+from tests.api.live import LiveServer, as_key, encode, keyed
 from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_completions import events, streamed
 from tests.api.test_lifecycle import send_request
@@ -113,6 +113,38 @@ def test_stop_strings_cut_the_text_wherever_they_fall(server: LiveServer) -> Non
                     got = end["text"]
                 assert got == cut + (stop if include else "")
                 assert (end["finish_reason"], end["stop_reason"]) == ("stop", stop)
+
+
+def test_prompt_logprobs_are_the_drawn_ones(server: LiveServer) -> None:
+    """Scoring a text that was generated gives the logprobs that it was generated with."""
+    options = {"temperature": 0, "logprobs": 2, "ignore_eos": True, "return_token_ids": True}
+    made = server.post(prompt="the quick", max_tokens=12, **options).json()["choices"][0]
+    ids = encode("the quick") + made["token_ids"]
+    for max_tokens in (0, 3):
+        scored = server.post(prompt=ids, echo=True, max_tokens=max_tokens, **options).json()
+        logprobs = scored["choices"][0]["logprobs"]
+        at = len(encode("the quick"))
+        assert logprobs["token_logprobs"][at : at + 12] == made["logprobs"]["token_logprobs"]
+        assert logprobs["top_logprobs"][at : at + 12] == made["logprobs"]["top_logprobs"]
+        assert len(logprobs["tokens"]) == len(ids) + max_tokens
+        assert scored["usage"]["completion_tokens"] == max_tokens
+
+
+def test_a_request_that_no_token_satisfies_fails_alone(server: LiveServer) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(answers, server, prompt="the quick", temperature=0)
+        for body in (
+            {"allowed_token_ids": [5], "logit_bias": {"5": -100}},
+            {"allowed_token_ids": [0], "min_tokens": 3},  # nothing but EOS, and no EOS
+        ):
+            response = server.post(**body)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["code"] == "constraint_unsatisfiable"
+            assert error["param"] == "allowed_token_ids"
+            assert error["type"] == "invalid_request_error"
+        assert other.result()[0][1] == "length"
+    assert server.post(max_tokens=2).status_code == 200
 
 
 @pytest.mark.slow
