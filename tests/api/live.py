@@ -136,11 +136,12 @@ class LiveServer:
 
     def _run(self) -> None:
         try:
-            self.status = run_loop(self._serve())
+            self.status = run_loop(self.serve())
         except BaseException as error:
             self.error = error
 
-    async def _serve(self) -> int:
+    async def serve(self) -> int:
+        """Run the server on this loop; returns the exit status."""
         self.loop = asyncio.get_running_loop()
         self.stop = asyncio.Event()
         self.client = EngineClient(

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from server.config import RestartConfig
@@ -22,7 +16,8 @@ from server.engine.batch import Batch
 from server.engine.process import start_process
 from tests.api.live import BYTE_IDS, LiveServer
 from tests.api.real_engine import CONTEXT, spec
-from tests.waiting import wait_until
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -67,36 +62,6 @@ def test_an_out_of_memory_fails_the_request_that_causes_it_and_no_other() -> Non
 
 
 @pytest.mark.server_error
-def test_a_device_that_is_lost_fails_what_is_open_and_the_engine_is_made_anew() -> None:
-    lost = threading.Event()
-
-    def fail(batch: Batch) -> None:
-        if lost.is_set():
-            raise RuntimeError(SECRET)
-
-    def lose(count: int) -> list[httpx.Response]:
-        with ThreadPoolExecutor(count) as threads:
-            answers = [
-                threads.submit(live.post, max_tokens=200, ignore_eos=True, stream=i % 2 == 1)
-                for i in range(count)
-            ]
-            wait_until(lambda: live.sample("tailor_num_requests_running") == count)
-            lost.set()
-            return [a.result(timeout=20) for a in answers]
-
-    with LiveServer([spec(fail=fail, step_s=0.02)], max_model_len=CONTEXT) as live:
-        for answer in lose(8):
-            assert answer.status_code == 500 or '"error"' in answer.text
-            assert "device-7" not in answer.text
-        live.post(max_tokens=1)  # one more step that fails, if it was not given up yet
-        wait_until(lambda: live.client.engines()[0]["restarts"] >= 1, 10)
-        lost.clear()
-        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200, 10)
-        assert text_of(live.post(max_tokens=3))
-        assert live.client.num_open == 0
-
-
-@pytest.mark.server_error
 def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() -> None:
     engines = [spec(start_process, step_s=0.02, drafts=False), spec(i=1, step_s=0.02)]
     policy = RestartConfig(first_delay_s=0.05)
@@ -133,99 +98,20 @@ def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() ->
         assert text_of(live.post(max_tokens=2, **OFF))
 
 
-PROGRAM = """
-import asyncio, sys
-from server.api.app import create_app
-from server.api.serving import listen, run_loop, serve
-from server.api.engines.client import EngineClient
-from server.api.served_model import ServedModel
-from server.config import LimitsConfig, ServerConfig
-from server.engine.process import start_process
-from server.metrics import Metrics
-from tests.api.real_engine import CONTEXT, TABLE, TOKENIZER, spec
-
-async def main():
-    metrics = Metrics()
-    client = EngineClient([spec(start_process, step_s=0.05, drafts=False)], metrics=metrics)
-    model = ServedModel("tiny", TOKENIZER, TABLE, 400, CONTEXT)
-    app = create_app(ServerConfig(), tasks={}, models={"tiny": model}, client=client)
-    return await serve(app, client, sockets=[listen("127.0.0.1", 0)],
-                       limits=LimitsConfig(drain_s=60.0),
-                       on_ready=lambda port: print(port, flush=True))
-
-if __name__ == "__main__":
-    sys.exit(run_loop(main()))
-"""
-
-
-@contextlib.contextmanager
-def server_program(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process and a group of its own, and its URL."""
-    root = Path(__file__).resolve().parents[2]
-    program = tmp_path / "server_program.py"  # a file, because the engine's process imports it
-    program.write_text(PROGRAM)
-    process = subprocess.Popen(
-        [sys.executable, str(program)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield process, f"http://127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def ask(url: str, i: int, num_tokens: int) -> str:
-    """What comes of a request."""
-    body = {"model": "tiny", "prompt": f"request {i}", "max_tokens": num_tokens}
-    body |= {"ignore_eos": True, "stream": i % 2 == 0, **OFF}
-    try:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
-    except (httpx.ConnectError, httpx.RemoteProtocolError):
-        return "refused"  # by the kernel, or as the socket was closed
-    except httpx.ReadError:
-        return "reset"  # by the kernel: it waited to be accepted as the socket was closed
-    if "draining" in answer.text:
-        return "told"
-    assert answer.status_code == 200 and "error" not in answer.text, answer.text
-    return "whole"
-
-
-def is_draining(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/ready").status_code == 503
-    return True
-
-
-def num_open(url: str) -> int:
-    return int(httpx.get(f"{url}/health").json()["engines"][0]["open_requests"])
-
-
-def test_sigterm_under_load_drains_a_second_signal_ends_and_no_process_is_left(
-    tmp_path: Path,
-) -> None:
-    """A drain that lasts too long is in test_lifecycle.py."""
-    with server_program(tmp_path) as (process, url), ThreadPoolExecutor(24) as threads:
-        below = psutil.Process(process.pid).children(recursive=True)
-        assert below
-        short = [threads.submit(ask, url, i, 60) for i in range(6)]
-        long = [threads.submit(ask, url, i, 240) for i in range(6, 12)]
-        wait_until(lambda: num_open(url) == 12, 20)
-        os.killpg(process.pid, signal.SIGTERM)  # as a supervisor does: every process at once
-        wait_until(lambda: is_draining(url))
-        later = [threads.submit(ask, url, i, 60) for i in range(12)]
-        assert {f.result(timeout=40) for f in short} == {"whole"}
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)  # a drain lasts up to a minute
-        assert {f.result(timeout=40) for f in long} == {"told"}
-        assert {f.result(timeout=40) for f in later} <= {"told", "refused", "reset"}
-        assert process.wait(20) == 0
-        _, alive = psutil.wait_procs(below, timeout=5)
-        assert alive == []
+async def test_a_second_signal_ends_the_drain_that_the_first_one_began() -> None:
+    """What a drain is else is in test_lifecycle.py."""
+    engine = ScriptedEngine(saying([5] * 9))
+    engine.gate.clear()
+    live = LiveServer([engine], wait_ready=False, drain_s=60.0)
+    serving = asyncio.create_task(live.serve())  # in this thread, which signals come to
+    await until(lambda: hasattr(live, "client") and live.client.is_ready)
+    async with asyncio.timeout(30), httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 9}
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: live.client.num_open)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: live.client.is_draining)
+        assert live.client.num_open == 1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (await asked).json()["error"]["code"] == "draining"
+        assert await serving == 0
