@@ -96,15 +96,3 @@ def test_a_call_that_must_be_made_is_made(
     arguments = "".join(call["arguments"] for call in calls)
     assert found == [{"name": calls[0]["name"], "arguments": arguments}] * 2
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-
-
-def test_a_formatted_answer_and_its_logprobs(server: LiveServer) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": PARAMETERS}}
-    [choice] = chat(
-        server, response_format=form, ignore_eos=None, max_completion_tokens=200, seed=2,
-        logprobs=True, top_logprobs=1,
-    ).json()["choices"]  # fmt: skip
-    text = choice["message"]["content"]
-    assert json.loads(text)["city"] in CITY["city"]["enum"] and choice["finish_reason"] == "stop"
-    content = choice["logprobs"]["content"]
-    assert b"".join(bytes(token["bytes"]) for token in content).decode() == text

@@ -18,7 +18,7 @@ from server.api.faces.completions import _Chunks
 from server.api.served_model import ServedModel
 from server.metrics import Metrics
 from server.types import Request
-from tests.api.fixtures import noted, served_by
+from tests.api.fixtures import BODIES, noted, served_by
 from tests.api.live import TOKENIZER, LiveServer, as_bytes, encode, served
 from tests.api.orders import completion, orders
 from tests.api.tiny_tokenizers import byte_level_tokenizer
@@ -105,14 +105,19 @@ def test_a_stream_is_the_whole_text(
     assert all(c.usage is None and "usage" not in c.model_fields_set for c in chunks)
 
 
-def test_continuous_usage_counts_up(server: LiveServer) -> None:
-    response = server.post(
-        stream=True, max_tokens=4,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
-    )  # fmt: skip
-    chunks = events(response)
-    assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 2, 3, 4, 4]
-    assert [len(c["choices"]) for c in chunks] == [1, 1, 1, 1, 0]
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("/v1/completions", [1, 2, 3, 4, 4]),
+        ("/v1/chat/completions", [0, 1, 2, 3, 4, 4, 4]),  # as vLLM: none with the role
+    ],
+)
+def test_continuous_usage_counts_up(server: LiveServer, path: str, counts: list[int]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "tiny", **BODIES[path], "max_tokens": 4}
+    chunks = events(server.post(path, **body, stream=True, stream_options=options))
+    assert [c["usage"]["completion_tokens"] for c in chunks] == counts
+    assert [len(c["choices"]) for c in chunks] == [1] * (len(counts) - 1) + [0]
 
 
 def test_the_usage_of_many_prompts_is_summed_once_for_all_that_came_together(
@@ -376,8 +381,26 @@ SAMPLING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check_sampling(request: Request) -> None:
-    """SAMPLING, 7 tokens at most and 20 logprobs have reached the engine."""
+@pytest.mark.parametrize(
+    ("path", "further"),
+    [
+        ("/v1/completions", {"logprobs": 20}),
+        (
+            "/v1/chat/completions",
+            {"logprobs": True, "top_logprobs": 20, "modalities": ["text"], "verbosity": "medium",
+             "prompt_cache_retention": "in_memory", "reasoning_effort": "none",
+             "response_format": {"type": "text"}},
+        ),
+    ],
+)  # fmt: skip
+def test_every_sampling_field_reaches_the_engine(
+    server: LiveServer, engine: ScriptedEngine, path: str, further: dict[str, Any]
+) -> None:
+    body = {"model": "tiny", **BODIES[path], "max_tokens": 7, "n": 2, **SAMPLING, **further}
+    answer = server.post(path, **body)
+    assert answer.status_code == 200, answer.text
+    [request] = engine.submitted
+    assert request.num_choices == 2 and request.grammar is None
     s = request.sampling
     assert (s.max_tokens, s.temperature, s.top_p, s.top_k, s.min_p) == (7, 0.5, 0.9, 0, 0.1)
     assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (1.0, -0.5, 1.5)
@@ -386,15 +409,6 @@ def check_sampling(request: Request) -> None:
     assert (s.ignore_eos, s.seed, s.num_logprobs) == (True, 3, 20)
     assert s.include_stop_str_in_output and not s.skip_special_tokens
     assert (request.priority, request.cache_salt) == (-4, "salt")
-
-
-def test_every_sampling_field_reaches_the_engine(
-    server: LiveServer, engine: ScriptedEngine
-) -> None:
-    body = server.post(max_tokens=7, logprobs=20, **SAMPLING)
-    assert body.status_code == 200, body.text
-    [request] = engine.submitted
-    check_sampling(request)
 
 
 def test_top_p_of_zero_keeps_the_likeliest_alone(

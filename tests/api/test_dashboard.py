@@ -285,7 +285,9 @@ def test_rejected_drafts_of_the_engine_account_for_wasted_rows(live: LiveServer)
 def test_vllm_names_tell_the_same_figures(live: LiveServer) -> None:
     for _ in range(2):
         live.post(max_tokens=60, ignore_eos=True, temperature=0)
-    text = httpx.get(live.url + "/metrics").text
+    page = httpx.get(live.url + "/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    text = page.text
 
     def values(name: str, **labels: str) -> list[float]:
         told = ",".join(f'{key}="{value}"' for key, value in labels.items())

@@ -377,32 +377,6 @@ def test_a_drain_that_takes_too_long_aborts_with_an_error() -> None:
 # --- counters ---
 
 
-def test_metrics_page() -> None:
-    engine = ScriptedEngine(saying(IDS, per_step=2))
-    with LiveServer([engine]) as live:
-        live.post(max_tokens=6)
-        live.post(max_tokens=3, speculation={"drafter": "off"})
-        page = httpx.get(live.url + "/metrics")
-        assert page.headers["content-type"].startswith("text/plain")
-        text = page.text
-        for line in (
-            'tailor_generation_tokens_total{drafter="suffix",model="tiny",task="completion"} 6.0',
-            'tailor_generation_tokens_total{drafter="off",model="tiny",task="completion"} 3.0',
-            'tailor_time_to_first_token_seconds_bucket{le="0.001",model="tiny",task="completion"}',
-            'tailor_spec_decode_num_accepted_tokens_per_pos_total{drafter="suffix",'
-            'model="tiny",position="0"',
-            'tailor_request_success_total{finished_reason="length",model="tiny",'
-            'task="completion"} 2.0',
-            'tailor_request_outcomes_total{model="tiny",outcome="ok",task="completion"} 2.0',
-            'tailor_engine_up{engine="engine-0",model="tiny"} 1.0',
-        ):
-            assert line in text, line
-        assert live.sample("tailor_inter_token_latency_seconds_count") == 4 + 1
-        assert live.sample("tailor_step_time_seconds_count") == engine.num_steps
-        assert live.sample("tailor_queue") == 0  # no such series
-        assert "# HELP tailor_kv_cache_usage_perc" in text
-
-
 def test_two_servers_in_one_process_share_no_series(server: LiveServer) -> None:
     with LiveServer([ScriptedEngine(saying(IDS))]) as other:
         server.post(max_tokens=5)
