@@ -121,20 +121,20 @@ def one_of(
     )
 
 
-def one_by(key: str, kinds: Mapping[str, type[BodyPart]], other: Any = None) -> GetPydanticSchema:
-    """Annotates a member that holds objects whose member `key` names their kind. other: what else
+def one_by_type(kinds: Mapping[str, type[BodyPart]], other: Any = None) -> GetPydanticSchema:
+    """Annotates a member that holds objects whose member `type` names their kind. other: what else
     there may be instead."""
 
     def kind_of(value: Any) -> str | None:
         if other is not None and not isinstance(value, dict):
             return "="
-        name = value.get(key) if isinstance(value, dict) else None
+        name = value.get("type") if isinstance(value, dict) else None
         return f"={name}" if isinstance(name, str) and name in kinds else None
 
     named: dict[str, Any] = {f"={name}": kind for name, kind in kinds.items()}
     if other is not None:
         named["="] = other
-    return one_of(named, f"must be one of {', '.join(kinds)}", kind_of, key)
+    return one_of(named, f"must be one of {', '.join(kinds)}", kind_of, "type")
 
 
 def says_nothing(value: Any) -> bool:

@@ -12,19 +12,11 @@ import pytest
 
 from server.config import SamplingDefaults, TaskConfig
 from server.wiring.model import sampling_defaults
-from tests.api.fixtures import served_by
-from tests.api.live import LiveServer, encode, served
-from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.api.live import served
+from tests.api.orders import completion, orders
 
 MODEL = SamplingDefaults(temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.1)
 TASK = TaskConfig(name="greedy", sampling=SamplingDefaults(temperature=0.0, top_k=0))
-
-
-engine, server = served_by(
-    lambda: ScriptedEngine(saying(encode(" dog"))),
-    models=lambda: {"tiny": replace(served(), sampling=MODEL)},
-    tasks={"greedy": TASK},
-)
 
 
 @pytest.mark.parametrize(
@@ -36,11 +28,9 @@ engine, server = served_by(
         ({"model": "greedy", "temperature": 1.0}, (1.0, 0, 0.8, 0.1, 1.1)),
     ],
 )
-def test_request_task_model(
-    server: LiveServer, engine: ScriptedEngine, body: dict[str, Any], wanted: tuple[float, ...]
-) -> None:
-    assert server.post(max_tokens=2, **body).status_code == 200
-    got = engine.submitted[-1].sampling
+def test_request_task_model(body: dict[str, Any], wanted: tuple[float, ...]) -> None:
+    takes = orders(TASK, models=[replace(served(), sampling=MODEL)])
+    got = completion(takes, **body).requests[0].sampling
     assert (got.temperature, got.top_k, got.top_p, got.min_p, got.repetition_penalty) == wanted
 
 

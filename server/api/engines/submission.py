@@ -146,7 +146,7 @@ class Submission:
         }
         self.holders: dict[str, Holder] = {}
         self._arrived: list[tuple[int, Delta]] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._error: TailorError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waits_for_all = False
@@ -172,11 +172,8 @@ class Submission:
                 raise self._error
             if not self._open:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._news.clear()
+            await self._news.wait()
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -222,8 +219,7 @@ class Submission:
         if not self._open and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._news.set()
 
     def take(self, delta: Delta, now_s: float) -> bool:
         """One Delta of an open Request arrived at its slot. now_s: time.monotonic(). Returns

@@ -33,7 +33,7 @@ from server.api.bodies import (
     aliases,
     content_schema,
     joined_texts,
-    one_by,
+    one_by_type,
     required,
     says_nothing,
 )
@@ -93,8 +93,8 @@ class ChosenAllowedBody(BodyPart):
     allowed_tools: AllowedToolsBody
 
 
-_TOOL_CHOICE = one_by(
-    "type", {"function": ChosenFunctionBody, "allowed_tools": ChosenAllowedBody}, other=Mode
+_TOOL_CHOICE = one_by_type(
+    {"function": ChosenFunctionBody, "allowed_tools": ChosenAllowedBody}, other=Mode
 )
 
 

@@ -54,7 +54,7 @@ from server.api.bodies import (
     ModelName,
     content_schema,
     extent,
-    one_by,
+    one_by_type,
     one_of,
     refuse_members,
 )
@@ -358,8 +358,7 @@ class ScoreQuestion(BodyPart):
     name: Name | None = None
 
 
-_QUESTION = one_by(
-    "type",
+_QUESTION = one_by_type(
     {"predicate": PredicateQuestion, "choice": ChoiceQuestion, "score": ScoreQuestion},
 )
 

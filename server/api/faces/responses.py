@@ -26,7 +26,7 @@ from server.api.bodies import (
     Path,
     aliases,
     content_schema,
-    one_by,
+    one_by_type,
 )
 from server.api.chats import Chat, ChatFace, Turn
 from server.api.engines.submission import Submission
@@ -76,7 +76,7 @@ class FunctionToolBody(FunctionBody):
     runs_apart: Literal[False] | None = Field(None, alias="async")
 
 
-_TOOL = one_by("type", {"function": FunctionToolBody})
+_TOOL = one_by_type({"function": FunctionToolBody})
 
 
 class ChosenFunctionBody(BodyPart):
@@ -94,8 +94,8 @@ class ChosenAllowedBody(BodyPart):
     tools: list[ChosenFunctionBody] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-_TOOL_CHOICE = one_by(
-    "type", {"function": ChosenFunctionBody, "allowed_tools": ChosenAllowedBody}, other=Mode
+_TOOL_CHOICE = one_by_type(
+    {"function": ChosenFunctionBody, "allowed_tools": ChosenAllowedBody}, other=Mode
 )
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from pydantic import Field, WithJsonSchema
 
-from server.api.bodies import BodyPart, ModelName, one_by
+from server.api.bodies import BodyPart, ModelName, one_by_type
 from server.api.engines.submission import RequestAccount
 from server.api.faces.decisions import (
     MAX_CHOICES,
@@ -81,7 +81,7 @@ class ScoreQuestion(BodyPart):
     criteria: list[Content] = Field(min_length=2, max_length=MAX_LEVELS)
 
 
-_QUESTION = one_by("type", {"noul": NoulQuestion, "choice": ChoiceQuestion, "score": ScoreQuestion})
+_QUESTION = one_by_type({"noul": NoulQuestion, "choice": ChoiceQuestion, "score": ScoreQuestion})
 
 
 class SystemOneBody(BodyPart):
