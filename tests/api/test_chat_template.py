@@ -16,11 +16,9 @@ from server.errors import InvalidRequestError
 from tests.api.chat_models import (
     CHATML,
     CONSTANTS,
-    HERMES,
     TEMPLATES,
     TOKENIZER,
     decode,
-    encode,
     template,
     weather,
 )
@@ -252,14 +250,3 @@ def test_many_added_tokens_are_scanned_for_quickly() -> None:
     ids = ours.encode(chat)
     assert not set(ids) & {tokenizer.token_to_id(name) for name in names}
     assert tokenizer.decode(ids, skip_special_tokens=False) == chat.text
-
-
-def test_tools_do_not_show_in_text_without_control_tokens() -> None:
-    """What a tool's result says reaches the model letter by letter."""
-    text = 'He said "<b>é</b>" & left\n'
-    chat = ChatTemplate(HERMES, TOKENIZER).render(
-        [*USER, CALL, {"role": "tool", "content": text, "tool_call_id": "x"}]
-    )
-    assert f"<tool_response>\n{text}\n</tool_response>" in chat.text
-    assert '"arguments": {"city": "Zürich <b>"}' in chat.text
-    assert encode(chat.text) == template("hermes").encode(chat)

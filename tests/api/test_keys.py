@@ -16,6 +16,7 @@ from server.errors import ConfigError
 from server.types import Delta
 from tests.api.fixtures import BODIES, served_by
 from tests.api.live import LiveServer, as_key, encode, served
+from tests.api.test_errors import check
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 from tests.waiting import wait_until
 
@@ -143,6 +144,8 @@ def test_no_route_takes_a_model_that_the_key_may_not_use(server: LiveServer) -> 
             answer = server.post(path, "sk-sql", **{**body, "model": model})
             assert answer.status_code == 404, (path, answer.text)
             assert answer.json()["error"]["code"] == "model_not_found"
+        told = check(server.post(path, "sk-sql", model=None, **body), 400, "invalid_value", "model")
+        assert "tiny" not in told, "who may not use the first must name its own"
 
 
 def test_a_closed_name_looks_like_one_that_is_not_there(server: LiveServer) -> None:

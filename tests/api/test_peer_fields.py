@@ -12,15 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import SecretStr
 
 from server.api.bodies import GenerationBody
 from server.api.faces.chat import ChatBody
 from server.api.faces.completions import CompletionBody
 from server.api.faces.responses import ResponsesBody
-from server.config import KeyConfig, ServerConfig, SpeculationConfig, TaskConfig
+from server.config import SpeculationConfig, TaskConfig
 from server.errors import LimitExceededError
-from tests.api.chat_models import decode, scripted, served, weather
+from tests.api.chat_models import decode, weather
 from tests.api.fixtures import BODIES, STREAMED, Engines, chats_of
 from tests.api.live import LiveServer
 from tests.api.test_errors import check
@@ -168,18 +167,6 @@ def test_without_a_model_the_first_one_answers(server: LiveServer, path: str) ->
     answer = post(server, path)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == "hermes"
-
-
-def test_a_key_that_may_not_use_the_first_model_must_name_its_own() -> None:
-    keys = (KeyConfig(id="a", key=SecretStr("secret-of-a"), tasks=("mine",)),)
-    tasks = {"mine": TaskConfig(name="mine", model="base")}
-    models = {name: served(name) for name in ("hermes", "base")}
-    engines = [scripted(name) for name in models]
-    config = ServerConfig(keys=keys)
-    with LiveServer(engines, models=models, tasks=tasks, config=config) as live:
-        assert post(live, "/v1/completions", "secret-of-a", model="mine").status_code == 200
-        told = check(post(live, "/v1/completions", "secret-of-a"), 400, "invalid_value", "model")
-    assert "hermes" not in told
 
 
 def test_a_schema_beside_the_type_is_taken_as_llama_cpp_takes_it(server: LiveServer) -> None:

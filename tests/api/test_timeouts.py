@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
 from server.api.faces import decisions
@@ -62,17 +61,6 @@ def test_a_request_that_takes_too_long_is_a_504_and_is_aborted(
     wait_until(
         lambda: server.sample("tailor_request_outcomes_total", outcome="error") == before + 2
     )
-
-
-def test_openai_s_client_does_not_send_a_late_request_again(
-    server: LiveServer, engine: ScriptedEngine
-) -> None:
-    with (
-        openai.OpenAI(api_key="x", base_url=server.url + "/v1", max_retries=2) as client,
-        pytest.raises(openai.InternalServerError),
-    ):
-        client.completions.create(model="hurried", prompt="the", max_tokens=200)
-    assert len(engine.submitted) == 1
 
 
 def test_the_server_s_limit_and_the_task_s_the_tighter_one_counts() -> None:
