@@ -86,7 +86,8 @@ def test_a_property_called_like_a_keyword() -> None:
 @pytest.mark.parametrize("close", [True, False])
 def test_every_field_that_brings_a_schema(close: bool) -> None:
     wanted, rules = SHUT if close else CITY, SchemaRules(closes=close)
-    an_object = {"type": "object"}
+    an_object, whose = {"type": "object"}, "disable_additional_properties"
+    shut_object = {**an_object, "additionalProperties": False}
     for sent, said in (
         ({"structured_outputs": {"json": CITY}}, wanted),
         ({"structured_outputs": {"json": json.dumps(CITY)}}, wanted),
@@ -96,6 +97,9 @@ def test_every_field_that_brings_a_schema(close: bool) -> None:
         ({"response_format": {"type": "json_object", "schema": CITY}}, wanted),
         ({"response_format": {"type": "json_object"}}, an_object),
         ({"structured_outputs": {"json_object": True}}, an_object),
+        ({"structured_outputs": {"json": CITY, whose: True}}, SHUT),
+        ({"structured_outputs": {"json": an_object, whose: True}}, shut_object),
+        ({"structured_outputs": {"json": CITY, whose: False}}, CITY),
     ):
         body = validate(CompletionBody, {"prompt": "x", **sent})
         grammar = grammar_of(body, format_of(body.response_format), rules)

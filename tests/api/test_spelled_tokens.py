@@ -71,25 +71,6 @@ def test_a_choice_that_spells_a_control_token_is_written(server: LiveServer, tex
     assert streamed(stream) == [text]
 
 
-@pytest.mark.parametrize("text", SPELLED)
-def test_a_prompt_that_has_the_control_token_changes_nothing(server: LiveServer, text: str) -> None:
-    """Drafters see the real control tokens."""
-    speculation = {"drafter": "auto", "max_draft_tokens": 8}
-    schema = {"type": "object", "properties": {"a": {"enum": [text]}}, "required": ["a"]}
-    written, reason = _complete(
-        server,
-        prompt=f"{text} {text} {json.dumps({'a': text})} ",
-        structured_outputs={"json": schema},
-        speculation=speculation,
-    )
-    assert (json.loads(written), reason) == ({"a": text}, "stop")
-    written, reason = _complete(
-        server, prompt=f"{text} {text} ", structured_outputs={"choice": [text]},
-        speculation=speculation,
-    )  # fmt: skip
-    assert (written, reason) == (text, "stop")
-
-
 @pytest.mark.parametrize("model", ["hermes", "mistral", "llama"])
 def test_a_required_tool_s_enum_may_spell_control_tokens(server: LiveServer, model: str) -> None:
     for word in ("<|im_end|>", "<|end|> x", "<|python_tag|>"):
