@@ -338,16 +338,6 @@ def test_a_drain_that_takes_too_long_aborts_with_an_error() -> None:
         assert stream.result().text.endswith("data: [DONE]\n\n")
 
 
-# --- counters ---
-
-
-def test_two_servers_in_one_process_share_no_series(server: LiveServer) -> None:
-    with LiveServer([ScriptedEngine(saying(IDS))]) as other:
-        server.post(max_tokens=5)
-        assert server.sample("tailor_generation_tokens_total") >= 5
-        assert other.sample("tailor_generation_tokens_total") == 0
-
-
 def test_a_server_that_is_replaced_serves_its_connections_and_ends_each_with_an_answer() -> None:
     with LiveServer([ScriptedEngine(saying(as_bytes("abcdefgh")))], leave_s=30.0) as live:
         body = {"model": "tiny", "prompt": "x", "max_tokens": 8}

@@ -13,6 +13,7 @@ from server.config.task import VocabularyConfig
 from server.types import Delta, Request, VocabularyCounts, VocabularyParams
 from tests.api.fixtures import served_by
 from tests.api.live import LiveServer
+from tests.api.orders import completion, orders
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
 TASKS = {
@@ -58,16 +59,10 @@ engine, server = served_by(lambda: ScriptedEngine(_script), tasks=TASKS)
     ],
 )
 def test_what_reaches_the_engine(
-    server: LiveServer,
-    engine: ScriptedEngine,
-    model: str,
-    field: dict[str, Any] | None,
-    expected: VocabularyParams,
+    model: str, field: dict[str, Any] | None, expected: VocabularyParams
 ) -> None:
-    extra = {} if field is None else {"vocabulary": field}
-    response = server.post(model=model, max_tokens=1, **extra)
-    assert response.status_code == 200, response.text
-    assert engine.submitted[0].vocabulary == expected
+    [request] = completion(orders(*TASKS.values()), model=model, vocabulary=field).requests
+    assert request.vocabulary == expected
 
 
 @pytest.mark.parametrize(
@@ -84,9 +79,8 @@ def test_what_reaches_the_engine(
     ],
 )
 def test_what_is_refused(server: LiveServer, model: str, field: dict[str, Any], param: str) -> None:
-    response = server.post(model=model, max_tokens=1, vocabulary=field)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+    error = server.post(model=model, max_tokens=1, vocabulary=field).json()["error"]
+    assert error["param"] == param
 
 
 def test_reported_when_asked_and_counted_always(server: LiveServer, engine: ScriptedEngine) -> None:
