@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -59,6 +60,36 @@ def test_an_out_of_memory_fails_the_request_that_causes_it_and_no_other() -> Non
         assert live.client.engines()[0]["restarts"] == 0
         wait_until(lambda: live.sample("tailor_kv_cache_usage_perc") == 0)
         assert live.sample("tailor_request_outcomes_total", outcome="error") == 4
+
+
+@pytest.mark.server_error
+def test_a_device_that_is_lost_fails_what_is_open_and_the_engine_is_made_anew() -> None:
+    lost = threading.Event()
+
+    def fail(batch: Batch) -> None:
+        if lost.is_set():
+            raise RuntimeError(SECRET)
+
+    def lose(count: int) -> list[httpx.Response]:
+        with ThreadPoolExecutor(count) as threads:
+            answers = [
+                threads.submit(live.post, max_tokens=200, ignore_eos=True, stream=i % 2 == 1)
+                for i in range(count)
+            ]
+            wait_until(lambda: live.sample("tailor_num_requests_running") == count)
+            lost.set()
+            return [a.result(timeout=20) for a in answers]
+
+    with LiveServer([spec(fail=fail, step_s=0.02)], max_model_len=CONTEXT) as live:
+        for answer in lose(8):
+            assert answer.status_code == 500 or '"error"' in answer.text
+            assert "device-7" not in answer.text
+        live.post(max_tokens=1)  # one more step that fails, if it was not given up yet
+        wait_until(lambda: live.client.engines()[0]["restarts"] >= 1, 10)
+        lost.clear()
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200, 10)
+        assert text_of(live.post(max_tokens=3))
+        assert live.client.num_open == 0
 
 
 @pytest.mark.server_error
