@@ -6,6 +6,7 @@ test_structured_end_to_end.py has what they mean.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from typing import Any
@@ -131,6 +132,28 @@ def test_an_empty_grammar_of_many_lines_is_soon_refused() -> None:
     with pytest.raises(InvalidRequestError):
         _check(structured_outputs={"grammar": "\n" * 200_000})
     assert time.process_time() - began_s < 2.0
+
+
+async def test_a_slow_grammar_does_not_stall_the_loop() -> None:
+    """While grammars that take long are compiled the loop goes on, and others get their turn."""
+    checker = GrammarChecker()
+    await checker.check(GrammarSpec("regex", "a"), "regex")  # the library is loaded now
+    slow = [
+        checker.check(
+            GrammarSpec("json_schema", json.dumps({**product(6), "title": f"{i}"})), "json"
+        )
+        for i in range(8)
+    ]
+    work = asyncio.gather(*slow, return_exceptions=True)
+    longest, num = 0.0, 0
+    while not work.done():
+        began = time.thread_time()
+        await asyncio.sleep(0.001)
+        longest, num = max(longest, time.thread_time() - began), num + 1
+    checker.close()
+    # A loop that stalled would turn once a grammar at most, or compile in its own thread. How
+    # often it turns, and how long it waits for a core, is the machine's.
+    assert num > 8 and longest < 0.5
 
 
 async def test_a_key_that_fills_the_threads_and_the_queue_leaves_another_its_turn(
