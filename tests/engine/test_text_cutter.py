@@ -6,19 +6,17 @@ import json
 import time
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from server import token_bytes
 from server.engine.grammar import GrammarCompiler, GrammarState
 from server.engine.grammar_tokenizer import (
-    GrammarTokenizer,
     TextCutter,
     control_tokens,
     load_grammar_tokenizer,
@@ -27,11 +25,7 @@ from server.engine.grammar_tokenizer import (
 from server.grammar_text import grammar_text
 from server.types import GrammarSpec
 from tests.api.tiny_tokenizers import byte_level_tokenizer, chat_tokenizer, sentencepiece_tokenizer
-from tests.engine.tiny_vocabularies import (
-    NO_PIECES,
-    ReferenceTokenizer,
-    read_grammar_tokenizer,
-)
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.profiles import examples
 
 
@@ -68,33 +62,25 @@ KINDS = {
 }
 
 
-def _whole(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Its JSON with control tokens named so that no text has their names."""
+def _whole(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    """llguidance's own reading of a whole tokenizer, with all its sets of tokens, its control
+    tokens named so that no text has their names."""
     spec = json.loads(tokenizer.to_str())
     names = control_tokens(spec)
-    for token in spec["added_tokens"]:
-        if token["content"] in names:
-            token["content"] = f"<secret-{token['id']}>"
+
+    def hidden(piece: str) -> str:
+        return f"<secret-{names[piece]}>" if piece in names else piece
+
     model = spec["model"]
+    for token in spec["added_tokens"]:
+        token["content"] = hidden(token["content"])
     if isinstance(model["vocab"], dict):
-        model["vocab"] = {
-            f"<secret-{i}>" if piece in names else piece: i for piece, i in model["vocab"].items()
-        }
+        model["vocab"] = {hidden(piece): i for piece, i in model["vocab"].items()}
     else:
-        model["vocab"] = [
-            [f"<secret-{i}>" if piece in names else piece, score]
-            for i, (piece, score) in enumerate(model["vocab"])
-        ]
-    if model.get("unk_token") in names:
-        model["unk_token"] = f"<secret-{names[model['unk_token']]}>"
-    return spec
-
-
-def _old(tokenizer: Tokenizer, vocab_size: int) -> GrammarTokenizer:
-    """llguidance's own reading of a whole tokenizer, with all its sets of tokens."""
-    library = LLTokenizer(json.dumps(_whole(tokenizer)), n_vocab=vocab_size, eos_token=[0])
-    reference: Any = ReferenceTokenizer(library)
-    return GrammarTokenizer(reference, {}, NO_PIECES, library.tokenize_str)
+        model["vocab"] = [[hidden(piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token"):
+        model["unk_token"] = hidden(model["unk_token"])
+    return LLTokenizer(json.dumps(spec), n_vocab=vocab_size, eos_token=[0])
 
 
 WORDS = ["the", " quick", "   ", "fox j", "<|user|>", "<unk>", "<tool_call>", "▁", "é", "🙂", "\n"]
@@ -108,7 +94,7 @@ def test_texts_are_cut_as_by_the_whole_tokenizer(kind: str) -> None:
     tables = make_tables(spec)
     assert (tables.pairs is None) == (kind == "unigram")
     cut = TextCutter(tables, Tokenizer.from_str)
-    whole = _old(tokenizer, tables.num_ids).cut
+    whole = _whole(tokenizer, tables.num_ids).tokenize_str
 
     @settings(max_examples=examples(150), deadline=None)
     @given(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=12))
@@ -162,34 +148,28 @@ def test_masks_are_those_of_the_whole_tokenizer(tmp_path: Path, kind: str) -> No
     known = load_grammar_tokenizer(
         file, table, vocab_size, (0,), Tokenizer.from_str, None, tmp_path / "kept"
     )
-    compilers = [
-        GrammarCompiler(lambda: known),
-        GrammarCompiler(lambda: _old(tokenizer, vocab_size)),
-    ]
+    compiler, library = GrammarCompiler(lambda: known), _whole(tokenizer, vocab_size)
     rng = Random(kind)
     num_masks = num_forced = 0
     for spec in SPECS:
-        templates = [compiler.compile(spec).result() for compiler in compilers]
         for _ in range(4):
-            states = [GrammarState(template) for template in templates]
+            state = GrammarState(compiler.compile(spec).result())
+            whole = LLMatcher(library, grammar_text(spec), log_level=0)
             for _ in range(25):
-                rows = np.zeros((2, states[0].num_words), np.uint32)
-                for state, row in zip(states, rows, strict=True):
-                    state.fill_mask(row)
-                np.testing.assert_array_equal(rows[0], rows[1])
-                forced = [state.forced() for state in states]
-                assert forced[0] == forced[1]
+                row = np.zeros(state.num_words, np.uint32)
+                state.fill_mask(row)
+                forced = state.forced()
+                assert row.tobytes() == whole.compute_bitmask()
+                assert forced == whole.compute_ff_tokens()
                 num_masks += 1
-                num_forced += len(forced[0])
-                bits = np.unpackbits(rows[0].view(np.uint8), bitorder="little")
-                allowed = np.flatnonzero(bits)
-                if allowed.size == 0 or states[0].is_complete:
+                num_forced += len(forced)
+                allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+                if allowed.size == 0 or state.is_complete:
                     break
                 token_id = int(rng.choice(list(allowed)))
-                assert {state.consume(token_id) for state in states} == {True}
+                assert state.consume(token_id) and whole.consume_token(token_id)
     assert num_masks > 50 and num_forced > 20
-    for compiler in compilers:
-        compiler.close()
+    compiler.close()
 
 
 @pytest.mark.parametrize(

@@ -7,24 +7,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from server import token_bytes
-from server.engine.batch import UInt32
 from server.engine.grammar import GrammarCompiler
 from server.engine.grammar_library import LibraryTokenizer
 from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
-from server.grammar_text import GRAMMAR_LIMITS, grammar_text
+from server.grammar_text import grammar_text
 from server.types import GrammarSpec
 from tests.fakes.token_table import table_of
 from vocab_store.enrichment import Enrichment
-
-NO_PIECES = table_of([])
-"""A table without ids, for a GrammarTokenizer that nobody widens."""
 
 
 def read_grammar_tokenizer(
@@ -76,46 +71,6 @@ class _Greedy:
         return ids
 
 
-class ReferenceTokenizer:
-    """What LibraryTokenizer does, by llguidance's Python classes."""
-
-    def __init__(self, library: LLTokenizer) -> None:
-        self._library = library
-
-    def matcher(self, grammar: str) -> Any:
-        limits = LLParserLimits(**GRAMMAR_LIMITS)
-        inner = LLMatcher(self._library, grammar, log_level=0, limits=limits)
-        return _ReferenceMatcher(inner, (self._library.vocab_size + 31) // 32)
-
-
-class _ReferenceMatcher:
-    """What Matcher does."""
-
-    def __init__(self, inner: LLMatcher, num_words: int) -> None:
-        self._inner = inner
-        self.num_words = num_words
-
-    error = property(lambda self: self._inner.get_error())
-    is_stopped = property(lambda self: self._inner.is_stopped())
-    is_accepting = property(lambda self: self._inner.is_accepting())
-
-    def copy(self) -> _ReferenceMatcher:
-        return _ReferenceMatcher(self._inner.deep_copy(), self.num_words)
-
-    def consume(self, token_id: int) -> bool:
-        return self._inner.try_consume_tokens([token_id]) == 1 and not self._inner.is_error()
-
-    def rollback(self, num_tokens: int) -> bool:
-        return self._inner.rollback(num_tokens)
-
-    def fill_mask(self, row: UInt32) -> bool:
-        self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        return not self._inner.is_error()
-
-    def forced(self, most: int) -> list[int]:
-        return self._inner.compute_ff_tokens()[:most]
-
-
 @dataclass(frozen=True, eq=False)
 class BothTokenizers:
     """The same ids for llguidance's Python classes, which the reference walks with, and for the
@@ -137,7 +92,7 @@ class BothTokenizers:
     @cached_property
     def compiler(self) -> GrammarCompiler:
         """The engine's. It is never closed."""
-        known = GrammarTokenizer(self.library, {}, NO_PIECES, lambda text: [])
+        known = GrammarTokenizer(self.library, {}, table_of([]), lambda text: [])
         return GrammarCompiler(lambda: known)
 
 
