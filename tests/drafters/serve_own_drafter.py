@@ -8,13 +8,11 @@ import pytest
 from drafters.catalog import catalog, make_drafter
 from server.api.bodies import SpeculationBody
 from server.config import load_task
-from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.errors import ConfigError
 from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
-from tests.engine.requests import finish, ids_of, request_of
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.engine.requests import engine_over, finish, ids_of, request_of
+from tests.fakes.fake_runner import FakeModel
 
 assert list(catalog())[-1] == "echo", list(catalog())
 
@@ -38,16 +36,11 @@ assert vars(make_drafter("echo", length=3))["length"] == 3
 
 def serve(drafter: str) -> tuple[dict[str, list[int]], int]:
     """(ids by request, accepted drafts) of three requests."""
-    runner = FakeRunner(FakeModel(16, seed=5, context=2, boost=9.0), fake_info(num_blocks=64))
-    engine = Engine(
-        runner,
-        {"echo": lambda task, spec: make_task_drafter("echo", "f", (2,), task, spec)},
-        EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
-    )
-    options = (("echo.length", 4),)
+    made = {"echo": lambda task, spec: make_task_drafter("echo", "f", (2,), task, spec)}
+    engine, _ = engine_over(FakeModel(16, seed=5, context=2, boost=9.0), made, max_num_seqs=4)
     speculation = SpeculationParams()
     if drafter != "off":
-        speculation = SpeculationParams(drafter, 8, options)
+        speculation = SpeculationParams(drafter, 8, (("echo.length", 4),))
     asked = [
         request_of(str(i), (1, 2, 3, 4 + i), max_tokens=60, speculation=speculation)
         for i in range(3)

@@ -1,17 +1,38 @@
-"""Requests in few words, and what an engine tells of them."""
+"""Engines and requests in few words, and what an engine tells of them."""
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from server.engine.engine import Engine
+from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SamplingParams
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
+_SETTINGS = {field.name for field in fields(EngineSettings)}
+_INFO = inspect.signature(fake_info).parameters.keys()
+_RUNNER = inspect.signature(FakeRunner).parameters.keys()
+
+
+def engine_over(
+    model: FakeModel, drafters: Mapping[str, Any] | None = None, *,
+    kind: type[FakeRunner] = FakeRunner, **given: Any,
+) -> tuple[Engine, FakeRunner]:  # fmt: skip
+    """An engine and its runner. given: fields of fake_info, of EngineSettings (here as there 8
+    sequences and 64 rows in a step), and further arguments of FakeRunner and Engine."""
+    sizes = {"vocab_size": model.vocab_size, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    sizes |= {key: given.pop(key) for key in (_SETTINGS | _INFO) & given.keys()}
+    parts = {key: given.pop(key) for key in _RUNNER & given.keys()}
+    info = fake_info(**{key: sizes[key] for key in _INFO & sizes.keys()})
+    runner = kind(model, info, **parts)
+    settings = EngineSettings(**{key: sizes[key] for key in _SETTINGS & sizes.keys()})
+    return Engine(runner, drafters or {}, settings, **given), runner
 
 
 def request_of(name: str, prompt: Sequence[int] = (3, 4, 5), **given: Any) -> Request:

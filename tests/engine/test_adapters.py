@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from server.engine.adapters import OTHER_ADAPTERS, Vocabulary
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler
-from server.engine.plan import EngineSettings
 from server.types import AdapterOrder, GrammarSpec, Request, VocabularyParams, scope_of
-from tests.engine.requests import request_of
+from tests.engine.requests import engine_over, request_of
 from tests.engine.scenarios import (
     EOS,
     Collector,
@@ -33,7 +32,7 @@ from tests.engine.scenarios import (
     run_requests,
 )
 from tests.engine.tiny_vocabularies import tokenizer_over
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel, FakeRunner
 from tests.fakes.token_table import table_of
 from tests.profiles import examples
 from tests.waiting import wait_until
@@ -155,13 +154,14 @@ def small() -> Iterator[Small]:
     ) -> tuple[Engine, FakeRunner, Adapters]:
         pieces = [b"%d " % i for i in range(17)]
         own = Adapters({f"a{i}@": FakeModel(17, seed=i + 2) for i in range(num)}, pieces)
-        runner = FakeRunner(FakeModel(16, seed=1), fake_info(num_blocks=256))
+        base = FakeModel(16, seed=1)
+        engine, runner = engine_over(base, num_blocks=256, max_adapters=most, **parts)
         runner.models = own.models
-        engines.append(Engine(runner, {}, EngineSettings(max_adapters=most), **parts))
-        engines[-1].adapters.read = own.read
+        engines.append(engine)
+        engine.adapters.read = own.read
         for name in list(own.models)[:known]:
-            engines[-1].adapters.register(own.order(name), load=False)
-        return engines[-1], runner, own
+            engine.adapters.register(own.order(name), load=False)
+        return engine, runner, own
 
     yield make
     for engine in engines:
@@ -393,10 +393,11 @@ def test_masks_of_two_lengths_stand_in_one_batch_and_wait_for_one_verification()
     )  # fmt: skip
     beside = request_of("own", (3, 4), grammar=spec, adapter="a0@", max_tokens=1, ignore_eos=False)
     profile = profile_of(set(range(16)), 16)
-    runner = FakeRunner(FakeModel(16, seed=1), fake_info())
+    engine, runner = engine_over(
+        FakeModel(16, seed=1), max_adapters=1, may_use_full_head=False,
+        profiles=lambda _: profile, grammars=small,
+    )  # fmt: skip
     runner.models = {"a0@": FakeModel(40, seed=2)}
-    settings = EngineSettings(max_adapters=1, may_use_full_head=False)
-    engine = Engine(runner, {}, settings, profiles=lambda _: profile, grammars=small)
     engine.adapters.read = lambda order: Vocabulary(grammars=large, own_head=True)
     engine.adapters.register(AdapterOrder("a0@", "a0@", 40))
     settle(engine)

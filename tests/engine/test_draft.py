@@ -17,12 +17,11 @@ from drafters.corpus import build_corpus
 from drafters.tree import DraftTree
 from server.engine.batch import Float32
 from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.engine.trees import Trees, checked
 from server.types import SpeculationParams
-from tests.engine.requests import finish, request_of
+from tests.engine.requests import engine_over, finish, request_of
 from tests.fakes.fake_drafters import chain, check_tree, tree_of
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel
 from tests.profiles import examples
 
 VOCAB = 50
@@ -124,9 +123,8 @@ class Circle(FakeModel):
 
 
 def _engine(drafter: Drafter) -> Engine:
-    info = fake_info(vocab_size=VOCAB, eos_token_ids=(0,))
-    runner = FakeRunner(Circle(VOCAB, context=1), info)
-    return Engine(runner, {"d": drafter}, EngineSettings(max_num_seqs=4))
+    model = Circle(VOCAB, context=1)
+    return engine_over(model, {"d": drafter}, eos_token_ids=(0,), max_num_seqs=4)[0]
 
 
 def test_a_published_drafter_learns_from_the_nodes_that_were_verified() -> None:

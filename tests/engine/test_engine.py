@@ -16,40 +16,18 @@ from drafters.tree import DraftTree
 from server.engine.batch import Batch
 from server.engine.draft import DrafterRegistry
 from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.engine.sequence import MAX_PRIORITY, Sequence
 from server.engine.step_times import CostTable
-from server.token_bytes import TokenBytes
 from server.types import Delta, Request, SpeculationParams, VocabularyParams
-from tests.engine.requests import finish, ids_of, in_the_table_s_time, request_of
+from tests.engine.requests import engine_over, finish, ids_of, in_the_table_s_time, request_of
 from tests.fakes.fake_drafters import FakeDrafter, chain, oracle_drafter, random_drafter, tree_of
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel, FakeRunner
 
 MODEL = FakeModel(16, seed=5)
 
 
-def _engine(
-    *,
-    drafters: dict[str, Any] | None = None,
-    model: FakeModel = MODEL,
-    num_blocks: int = 64,
-    block_size: int = 4,
-    max_model_len: int = 64,
-    runner: dict[str, Any] | None = None,
-    cost: CostTable | None = None,
-    stop_table: TokenBytes | None = None,
-    **settings: Any,
-) -> tuple[Engine, FakeRunner]:
-    numbers = EngineSettings(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})
-    info = fake_info(
-        vocab_size=model.vocab_size,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=numbers.max_num_batched_tokens,
-    )
-    fake = FakeRunner(model, info, **(runner or {}))
-    return Engine(fake, drafters or {}, numbers, cost=cost, stop_table=stop_table), fake
+def _engine(model: FakeModel = MODEL, **given: Any) -> tuple[Engine, FakeRunner]:
+    return engine_over(model, **{"max_model_len": 64, **given})
 
 
 def _alone(request: Request, **engine: Any) -> list[int]:
@@ -556,7 +534,7 @@ def test_steps_that_do_not_fit_get_smaller_and_nobody_fails(prompt: int, drafts:
         for i in range(4)
     ]
     knows = oracle_drafter([[*request.prompt_ids, *_alone(request)] for request in requests])
-    engine, _ = _engine(runner={"fail": fail}, drafters={"d": knows})
+    engine, _ = _engine(fail=fail, drafters={"d": knows})
     results = finish(engine, *requests)
     for request in requests:
         assert ids_of(results[request.request_id]) == _alone(request)
@@ -583,7 +561,7 @@ def test_choices_whose_steps_with_drafts_fail_again_draft_no_more(most: int) -> 
     spec = SpeculationParams("d", 4)
     requests = [request_of(f"r{i}", [3 + i] * 9, speculation=spec) for i in range(3)]
     knows = oracle_drafter([[*request.prompt_ids, *_alone(request)] for request in requests])
-    engine, _ = _engine(runner={"fail": fail}, drafters={"d": knows})
+    engine, _ = _engine(fail=fail, drafters={"d": knows})
     results = finish(engine, *requests)
     for request in requests:
         assert ids_of(results[request.request_id]) == _alone(request)
@@ -600,7 +578,7 @@ def test_a_passing_failure_costs_no_request(num: int) -> None:
             remaining[0] -= 1
             raise RuntimeError("a hiccup")
 
-    engine, _ = _engine(runner={"fail": fail})
+    engine, _ = _engine(fail=fail)
     requests = [request_of(f"r{i}", [3 + i, 4, 5]) for i in range(num)]
     results = finish(engine, *requests)
     assert engine.recovery.num_failed_steps == 2
@@ -615,7 +593,7 @@ def test_a_prompt_whose_last_chunk_always_fails_fails_alone() -> None:
         if 13 in batch.token_ids:
             raise RuntimeError("boom")
 
-    engine, _ = _engine(runner={"fail": fail}, max_num_batched_tokens=8)
+    engine, _ = _engine(fail=fail, max_num_batched_tokens=8)
     good = [request_of(f"r{i}", [3 + i, 4], logit_bias=((13, -100.0),)) for i in range(3)]
     results = finish(engine, *good, request_of("bad", [5] * 18 + [13, 6]))
     assert (results["bad"][-1].finish_reason, results["bad"][-1].error_code) == (

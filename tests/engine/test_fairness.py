@@ -10,12 +10,11 @@ from itertools import islice
 import pytest
 
 from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.engine.sequence import Status
 from server.types import Delta, Request
 from tests.api.real_engine import make_engine
-from tests.engine.requests import finish, request_of
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.engine.requests import engine_over, finish, request_of
+from tests.fakes.fake_runner import FakeModel
 
 SEATS = 16
 
@@ -149,9 +148,7 @@ def test_a_key_keeps_its_one_choice_whatever_that_holds() -> None:
 
 def test_a_prompt_under_way_counts_as_all_that_it_will_take() -> None:
     """Else the key of a long one takes nearly all blocks from those that have theirs already."""
-    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, chunked_prefill_rows=1)
-    runner = FakeRunner(FakeModel(96), fake_info(vocab_size=96, num_blocks=40))
-    engine = Engine(runner, {}, settings)
+    engine, _ = engine_over(FakeModel(96), num_blocks=40, chunked_prefill_rows=1)
     for i in range(3):
         engine.submit(request(f"b{i}", "b", 3, max_tokens=60))
     steps_to_first(engine, "b2")

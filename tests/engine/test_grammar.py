@@ -20,15 +20,14 @@ from server import token_bytes
 from server.engine.engine import Engine
 from server.engine.figures import FIGURES
 from server.engine.grammar import GrammarCompiler, GrammarState, constrain, fill_masks
-from server.engine.plan import EngineSettings
 from server.engine.trees import CELL, SOURCE, Trees, checked
 from server.types import GrammarSpec, Request, SpeculationParams, VocabularyParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
-from tests.engine.requests import request_of
+from tests.engine.requests import engine_over, request_of
 from tests.engine.scenarios import Collector, Result, answers, profile_of, run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter, check_tree, tree_along
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel
 from tests.profiles import examples
 from vocab_store.profile import VocabProfile
 
@@ -296,17 +295,13 @@ def test_no_node_is_left_that_could_not_be_drawn(
 def _engine(
     compiler: GrammarCompiler | None, profile: VocabProfile | None = None, **options: Any
 ) -> Engine:
-    info = fake_info(
-        vocab_size=VOCAB, num_blocks=128, block_size=8, max_model_len=256, eos_token_ids=(0,)
-    )
-    return Engine(
-        FakeRunner(FakeModel(VOCAB, seed=3), info),
-        {"none": FakeDrafter(lambda tokens, budget, depth: DraftTree.empty())},
-        EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, **options),
-        stop_table=TABLE,
-        grammars=compiler,
-        profiles=None if profile is None else lambda _: profile,
-    )
+    none = FakeDrafter(lambda tokens, budget, depth: DraftTree.empty())
+    engine, _ = engine_over(
+        FakeModel(VOCAB, seed=3), {"none": none}, num_blocks=128, block_size=8, max_model_len=256,
+        eos_token_ids=(0,), stop_table=TABLE, grammars=compiler,
+        profiles=None if profile is None else lambda _: profile, **options,
+    )  # fmt: skip
+    return engine
 
 
 def _request(

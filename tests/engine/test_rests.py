@@ -15,9 +15,9 @@ from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
 from server.types import SpeculationParams, StepCounts
-from tests.engine.requests import finish, ids_of, in_the_table_s_time, request_of
+from tests.engine.requests import engine_over, finish, ids_of, in_the_table_s_time, request_of
 from tests.engine.scenarios import make_drafter, make_engine, random_workload
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel
 
 
 def eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int]]]:
@@ -55,13 +55,19 @@ def test_who_is_asked_is_not_weighed_in_every_step() -> None:
     assert same == texts and sum(c.num_accepted for c in cheap) > 100
 
 
+def _repeating(seed: int, boost: float, seconds: list[float]) -> Engine:
+    """One whose texts repeat themselves, drafted by `auto`. seconds: of steps of 1 row and of 8."""
+    return engine_over(
+        FakeModel(24, seed=seed, context=2, boost=boost),
+        {"auto": lambda task, speculation: make_any("auto", num_likely=0)},
+        num_blocks=200, max_model_len=256, eos_token_ids=(0,), max_num_seqs=4,
+        cost=CostTable([1, 8], seconds),
+    )[0]  # fmt: skip
+
+
 def test_steps_of_a_rest_are_booked_before_its_choices_leave() -> None:
     """A scope whose only answer ends by EOS, amid a rest."""
-    info = fake_info(vocab_size=24, num_blocks=200, max_model_len=256, eos_token_ids=(0,))
-    drafter = make_any("auto", num_likely=0)
-    runner = FakeRunner(FakeModel(24, seed=3, context=2, boost=2.0), info)
-    settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64)
-    engine = Engine(runner, {"auto": drafter}, settings, cost=CostTable([1, 8], [1.0, 8.0]))
+    engine = _repeating(3, 2.0, [1.0, 8.0])
     rested, leave, left, num_rested = engine.gain.rested, engine.gain.leave, set[int](), 0
 
     def booked(seats: Sequence[int], num_steps: int) -> None:
@@ -87,13 +93,7 @@ def test_steps_of_a_rest_are_booked_before_its_choices_leave() -> None:
 
 @pytest.mark.parametrize("seed", range(8, 16))
 def test_a_text_is_asked_for_in_the_step_behind_its_first_repeat(seed: int) -> None:
-    info = fake_info(vocab_size=24, num_blocks=200, max_model_len=256, eos_token_ids=(0,))
-    engine = Engine(
-        FakeRunner(FakeModel(24, seed=seed, context=2, boost=20.0), info),
-        {"auto": lambda task, speculation: make_any("auto", num_likely=0)},
-        EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
-        cost=CostTable([1, 8], [1.0, 1.1]),
-    )
+    engine = _repeating(seed, 20.0, [1.0, 1.1])
     in_the_table_s_time(engine)
     engine.submit(request_of("r", max_tokens=200, speculation=SpeculationParams("auto", 8)))
     text, behind, pairs = [3, 4, 5], list[str](), dict[tuple[int, int], int]()

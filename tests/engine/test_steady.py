@@ -9,11 +9,10 @@ import pytest
 
 from server.engine.batch import Batch
 from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.types import Request
-from tests.engine.requests import request_of
+from tests.engine.requests import engine_over, request_of
 from tests.engine.scenarios import run_requests
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel, FakeRunner
 from tests.fakes.token_table import table_of
 
 MODEL = FakeModel(16, seed=5)
@@ -34,9 +33,8 @@ def _counted(runner: FakeRunner) -> list[int]:
 
 
 def _engine(**runner: Any) -> tuple[Engine, FakeRunner]:
-    fake = FakeRunner(MODEL, fake_info(num_blocks=256, max_model_len=256), **runner)
     table = table_of([b"%x" % i for i in range(16)])
-    return Engine(fake, {}, EngineSettings(max_num_seqs=8), stop_table=table), fake
+    return engine_over(MODEL, num_blocks=256, max_model_len=256, stop_table=table, **runner)
 
 
 def _request(name: str, num: int = 100, **sampling: Any) -> Request:

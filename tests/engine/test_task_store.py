@@ -21,14 +21,13 @@ from drafters.learned import FORMAT, LearnedOutputs
 from server.engine import task_store
 from server.engine.calibrations import MAX_SEEN
 from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SpeculationParams, adapter_of, scope_of
 from server.wiring.drafter import make_task_drafter
 from tests.api.unharmed import resident_mib
-from tests.engine.requests import finish, ids_of, request_of, settled
-from tests.engine.scenarios import open_choices
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.engine.requests import engine_over, finish, ids_of, request_of, settled
+from tests.engine.scenarios import EOS, open_choices
+from tests.fakes.fake_runner import FakeModel
 
 VOCAB = 64
 MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)
@@ -40,18 +39,16 @@ Start = Callable[..., Engine]
 
 def _engine(folder: Path | None, **memory: Any) -> Engine:
     """An Engine with the drafters as they are composed, over the FakeRunner."""
-    info = fake_info(
-        vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=64,
-        max_num_seqs=32, max_num_batched_tokens=400,
-    )  # fmt: skip
     numbers: dict[str, Any] = {"build_share": 1e9, "save_every_s": 3600.0, **memory}
     kept = TaskStore(folder, fingerprint="f", **numbers)
     drafters = {
-        name: partial(make_task_drafter, name, "f", info.eos_token_ids, memory=kept)
+        name: partial(make_task_drafter, name, "f", EOS, memory=kept)
         for name in ("auto", "mix", "suffix", "trie")
     }
-    settings = EngineSettings(max_num_seqs=32, max_num_batched_tokens=400)
-    return Engine(FakeRunner(MODEL, info), drafters, settings, memory=kept)
+    return engine_over(
+        MODEL, drafters, num_blocks=512, max_model_len=64, max_num_seqs=32,
+        max_num_batched_tokens=400, memory=kept,
+    )[0]  # fmt: skip
 
 
 LEARN = SpeculationParams("auto", 5, learn_tokens=LEARN_TOKENS, persists=True)

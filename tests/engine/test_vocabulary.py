@@ -22,10 +22,10 @@ from server.engine.slices import NO_PROFILE, ExactControl
 from server.types import Delta, Request, SpeculationParams, VocabularyParams
 from server.wiring.engine import _warm_up as warm_up
 from tests.engine.one_token_loop import one_token_loop
-from tests.engine.requests import finish, ids_of, request_of
+from tests.engine.requests import engine_over, finish, ids_of, request_of
 from tests.engine.scenarios import EOS, answers, profile_of
 from tests.fakes.fake_drafters import FakeDrafter, chain, oracle_drafter
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel, FakeRunner
 from vocab_store.profile import VocabProfile
 
 
@@ -38,15 +38,10 @@ def _engine(
     drafters: Mapping[str, FakeDrafter] | None = None,
 ) -> tuple[Engine, FakeRunner]:
     """profile: of every name, or by name, as the mapping has it at the time."""
-    vocab = model.vocab_size
-    runner = kind(model, fake_info(vocab_size=vocab, max_model_len=256, eos_token_ids=ends))
-    engine = Engine(
-        runner,
-        drafters or {},
-        EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
+    return engine_over(
+        model, drafters, kind=kind, max_model_len=256, eos_token_ids=ends, max_num_seqs=4,
         profiles=lambda name: profile if isinstance(profile, VocabProfile) else profile[name],
-    )
-    return engine, runner
+    )  # fmt: skip
 
 
 def _request(
