@@ -145,7 +145,6 @@ FORBIDDEN: dict[str, set[str]] = {
     "server.api": {"torch", "transformers", "accelerate", "safetensors"},
     "server.client": {"torch", "transformers", "fastapi", "starlette", "numpy", "tokenizers"},
     "server.engine": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "tokenizers"},
-    "server.machine_code": {"drafters.library", "drafters.target"},
     "server.model": {"fastapi", "starlette", "uvicorn"},
     "server.training": {"fastapi", "starlette", "uvicorn"},
 }

@@ -9,10 +9,10 @@ from typing import Any
 
 from server.engine.batch import Batch
 from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.engine.process import EngineFactory
+from tests.engine.requests import engine_over
 from tests.fakes.fake_drafters import random_drafter
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel
 
 
 def _always_fail(batch: Batch) -> None:
@@ -33,19 +33,16 @@ def _raise(payload: Any) -> Any:
 
 def build(step_s: float = 0.0, fail: str = "", device: str = "cpu") -> Engine:
     """An engine over FakeModel(16, seed=5) with a drafter "d" and controls of its own."""
-    from dataclasses import replace
-
-    info = replace(fake_info(num_blocks=256, max_model_len=512), device=device)
-    runner = FakeRunner(FakeModel(16, seed=5), info, step_s=step_s, fail=_FAILURES[fail])
-    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64)
-    controls = {
+    engine, _ = engine_over(
+        FakeModel(16, seed=5), {"d": random_drafter(1, 16)}, num_blocks=256, max_model_len=512,
+        device=device, step_s=step_s, fail=_FAILURES[fail],
+    )  # fmt: skip
+    engine.controls |= {
         "echo": lambda payload: payload,
         "fail": _raise,
         "odd": lambda payload: object(),
         "long": lambda _: lambda: threading.current_thread().name,
     }
-    engine = Engine(runner, {"d": random_drafter(1, 16)}, settings)
-    engine.controls.update(controls)
     return engine
 
 

@@ -12,14 +12,12 @@ from random import Random
 
 from drafters.tree import DraftTree
 from server.engine.batch import Drawn
-from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.engine.step_times import CostTable
-from server.types import Request, SpeculationParams
+from server.types import ModelInfo, Request, SpeculationParams
 from tests.engine.one_token_loop import one_token_loop
-from tests.engine.requests import request_of
+from tests.engine.requests import engine_over, request_of
 from tests.fakes.fake_drafters import FakeDrafter, chain
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.fake_runner import FakeModel, FakeRunner
 
 VOCAB = 64
 MODEL = FakeModel(VOCAB, seed=3, context=2, boost=4.0)
@@ -41,16 +39,11 @@ class Served:
 class CostRunner(FakeRunner):
     """Says of each step that it took what a table says."""
 
-    def __init__(self, model: FakeModel, cost: CostTable, num_seqs: int, num_rows: int) -> None:
-        info = fake_info(
-            vocab_size=VOCAB, num_blocks=8192, block_size=16, max_model_len=1024,
-            max_num_seqs=num_seqs, max_num_batched_tokens=num_rows,
-        )  # fmt: skip
+    def __init__(self, model: FakeModel, info: ModelInfo) -> None:
         super().__init__(model, info)
-        self._cost = cost
+        self._cost = cpu_table()
         self.num_draft_rows = 0
         self.now_s = 0.0
-        self._keys = 0.0
 
     def launch(self, batch) -> None:  # type: ignore[no-untyped-def]
         self._rows = batch.num_rows
@@ -111,16 +104,12 @@ def serve(
     max_draft_tokens: int = 8,
 ) -> Served:
     """Serve them. gaps_s: between arrivals; None: all of them are there at once."""
-    cost = cpu_table()
-    runner = CostRunner(MODEL, CostTable.from_dict(cost.as_dict()), num_seqs, 512)
     texts = [_text(request) for request in requests if drafts]
-    engine = Engine(
-        runner,
-        {"d": guessing_drafter(texts, chance, 5)} if drafts else {},
-        EngineSettings(
-            max_num_seqs=num_seqs, target_step_s=SCALE * 0.15, prefix_cache=False,
-        ),
-        cost=cost,
+    engine, runner = engine_over(
+        MODEL, {"d": guessing_drafter(texts, chance, 5)} if drafts else {}, kind=CostRunner,
+        num_blocks=8192, block_size=16, max_model_len=1024, max_num_seqs=num_seqs,
+        max_num_batched_tokens=512, target_step_s=SCALE * 0.15, prefix_cache=False,
+        cost=cpu_table(),
     )  # fmt: skip
     speculation = SpeculationParams("d", max_draft_tokens) if drafts else SpeculationParams()
     arrivals, at = [], 0.0

@@ -102,6 +102,7 @@ def fake_info(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     eos_token_ids: tuple[int, ...] = (1,),
+    device: str = "cpu",
 ) -> ModelInfo:
     """A ModelInfo for a FakeRunner."""
     return ModelInfo(
@@ -111,7 +112,7 @@ def fake_info(
         eos_token_ids=eos_token_ids,
         num_blocks=num_blocks,
         block_size=block_size,
-        device="cpu",
+        device=device,
         dtype="float32",
         fingerprint="fake",
         max_num_seqs=max_num_seqs,
