@@ -9,8 +9,7 @@ import pytest
 
 from drafters.replay import Recording, main, read_recordings, replay
 from drafters.tree import DraftTree, followed
-from tests.drafters.trees import tree_of
-from tests.fakes.fake_drafters import FakeDrafter, chain
+from tests.fakes.fake_drafters import FakeDrafter, chain, tree_of
 
 
 def scripted(trees: list[DraftTree]) -> FakeDrafter:
@@ -48,7 +47,7 @@ def test_a_tree_in_the_prefill_step_saves_decode_steps() -> None:
 
 
 def test_the_longest_path_is_followed() -> None:
-    tree = tree_of((4, -1, 0.5), (5, 0, 0.4), (6, 1, 0.3), (5, -1, 0.2))
+    tree = tree_of([4, 5, 6, 5], [-1, 0, 1, -1], [0.5, 0.4, 0.3, 0.2])
     assert followed(tree.children(), [4, 5, 9]) == [0, 1]
     assert followed(tree.children(), [5]) == [3]
     assert followed(tree.children(), [9]) == followed(tree.children(), []) == []

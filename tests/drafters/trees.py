@@ -1,19 +1,20 @@
-"""Draft trees as tests write and read them, and sessions that know a text."""
+"""Draft trees as tests read them, sessions that know a text, and what ids are in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from drafters.auto.copying import Pieces
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.tree import DraftTree
-from tests.fakes import fake_drafters
+from tests.fakes.token_table import table_of
 
 
-def tree_of(*nodes: tuple[int, int, float]) -> DraftTree:
-    """Of (token, parent, survival)."""
-    tokens, parents, survival = zip(*nodes, strict=True)
-    return fake_drafters.tree_of(tokens, parents, survival)
+def pieces_of(blobs: Sequence[bytes]) -> Pieces:
+    """Whose id i is blobs[i]."""
+    table = table_of(blobs)
+    return Pieces(table.offsets, table.blob)
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:

@@ -243,9 +243,9 @@ def random_workload(rng: Random) -> Workload:
     )
 
 
-def profile_of(ids: set[int], vocab: int, ends: tuple[int, ...] = EOS) -> VocabProfile:
-    """One with these ids and the ends, and none to fill it with."""
-    made = VocabSlice.make(sorted(ids | set(ends)), RequiredIds.of(vocab, eos_ids=ends))
+def profile_of(ids: set[int], vocab: int) -> VocabProfile:
+    """One with these ids and the end, and none to fill it with."""
+    made = VocabSlice.make(sorted(ids | set(EOS)), RequiredIds.of(vocab, eos_ids=EOS))
     return VocabProfile(made, np.empty(0, np.int32), np.empty(0, np.float32))
 
 

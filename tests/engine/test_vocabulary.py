@@ -33,13 +33,12 @@ def _engine(
     model: FakeModel,
     profile: VocabProfile | Mapping[str, VocabProfile],
     *,
-    ends: tuple[int, ...] = EOS,
     kind: type[FakeRunner] = FakeRunner,
     drafters: Mapping[str, FakeDrafter] | None = None,
 ) -> tuple[Engine, FakeRunner]:
     """profile: of every name, or by name, as the mapping has it at the time."""
     return engine_over(
-        model, drafters, kind=kind, max_model_len=256, eos_token_ids=ends, max_num_seqs=4,
+        model, drafters, kind=kind, max_model_len=256, max_num_seqs=4,
         profiles=lambda name: profile if isinstance(profile, VocabProfile) else profile[name],
     )  # fmt: skip
 
@@ -236,21 +235,6 @@ def test_ids_above_any_bound_of_a_smaller_vocabulary_are_drawn() -> None:
     )
     assert set(got) <= high | set(prompt) | set(EOS)
     assert {128_000, 131_072, vocab - 1, 140_000} <= set(got)
-
-
-def test_a_slice_stops_at_every_end_of_the_model() -> None:
-    """The paper's code may lack an EOS id in its slice, and then never stops."""
-    model = FakeModel(24, seed=8)
-    ends = (1, 9, 17)
-    engine, _ = _engine(model, profile_of({2, 3, 4}, 24, ends), ends=ends)
-    requests = [
-        _request((2, 3, i % 5), "slice", 0, request_id=f"{i}", ignore_eos=False,
-                 temperature=1.0, seed=i, max_tokens=60)
-        for i in range(20)
-    ]  # fmt: skip
-    results = answers(engine, *requests).values()
-    assert all(r.finish_reason == "stop" for r in results)
-    assert {r.ids[-1] for r in results} == set(ends)
 
 
 def test_all_choices_of_a_request_have_the_profile_that_was_there_when_it_came() -> None:

@@ -23,6 +23,7 @@ from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.held_out import build_calibrated
 from drafters.auto.retrieval import Seen
 from drafters.corpus import Corpus, build_corpus
+from tests.drafters.trees import pieces_of
 from tests.fakes.fake_drafters import random_prior
 
 SCENES = ("bare", "corpus", "layered", "predicted", "suffix", "told")
@@ -70,8 +71,7 @@ def _pieces() -> Pieces:
     for word in (f"{chr(97 + i % 23)}{'eaiéo'[i % 5]}{'rns'[i % 3] * (i % 4)}" for i in range(29)):
         forms = signs.get(word[0], (f" {word}", word, word.title()))
         blobs += [form.encode() for form in forms]
-    offsets = np.cumsum([0, *map(len, blobs)], dtype=np.int64)
-    return Pieces(offsets, np.frombuffer(b"".join(blobs), np.uint8))
+    return pieces_of(blobs)
 
 
 def _corpus(texts: _Texts, num: int, held_out: int) -> Corpus:

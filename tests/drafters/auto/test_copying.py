@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
 
 from drafters.auto.cells import COPIED, NUM_SOURCES
@@ -12,7 +11,7 @@ from drafters.auto.copying import Pieces, bone
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.retrieval import Seen
 from drafters.replay import Recording, replay
-from tests.drafters.trees import likeliest, opened
+from tests.drafters.trees import opened, pieces_of
 
 TEXT = "Ada Kowalczyk, Moving pictures of distant islands. Harbour Press, 1987."
 WORDS = ["Ada", " Ada", " K", "K", "owal", "czyk", "Kow", "alczyk", "Moving", " pictures", " of"]
@@ -31,9 +30,7 @@ def ids(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def pieces() -> Pieces:
-    blobs = [token.encode("latin1") for token in TOKENS]
-    offsets = np.cumsum([0, *map(len, blobs)])
-    return Pieces(offsets.astype(np.int64), np.frombuffer(b"".join(blobs), np.uint8))
+    return pieces_of([token.encode("latin1") for token in TOKENS])
 
 
 def session_behind(pieces: Pieces | None, text: str, prompt: str = TEXT) -> AutoSession:
@@ -42,12 +39,6 @@ def session_behind(pieces: Pieces | None, text: str, prompt: str = TEXT) -> Auto
     for token in ids(text):
         session.extend([token])
     return session
-
-
-def drafted(pieces: Pieces | None, text: str) -> str:
-    """The likeliest path behind `text`."""
-    tree = session_behind(pieces, text).propose(12, 12)
-    return "".join(TOKENS[token] for token in likeliest(tree))
 
 
 @pytest.mark.parametrize(
@@ -76,10 +67,6 @@ def test_letters_and_digits_are_compared_in_lower_case() -> None:
         None, b"\0"
     ) == b"0123456789" + 2 * b"abcdefghijklmnopqrstuvwxyz" + bytes(range(128, 256))
     assert [skeleton[ord(char)] for char in "AZaz"] == [97, 122, 97, 122]
-
-
-def test_the_rest_is_drafted_in_the_prompts_own_tokens_or_the_longest(pieces: Pieces) -> None:
-    assert drafted(pieces, "<author>Ada Kow").startswith("alczyk,")
 
 
 def test_what_the_vocabulary_does_not_hold_is_left_out(pieces: Pieces) -> None:

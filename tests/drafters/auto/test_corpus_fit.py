@@ -6,10 +6,10 @@ import pytest
 
 from drafters.auto.corpus_fit import CorpusFit, Rivals
 from drafters.tree import DraftTree
-from tests.drafters.trees import tree_of
+from tests.fakes.fake_drafters import tree_of
 
-LONG = tree_of((1, -1, 0.9), (2, 0, 0.8), (3, 1, 0.7), (4, -1, 0.1))
-WIDE = tree_of((1, -1, 0.5), (4, -1, 0.4), (5, 1, 0.3))
+LONG = tree_of([1, 2, 3, 4], [-1, 0, 1, -1], [0.9, 0.8, 0.7, 0.1])
+WIDE = tree_of([1, 4, 5], [-1, -1, 1], [0.5, 0.4, 0.3])
 
 
 def test_both_trees_are_followed_to_where_they_end() -> None:

@@ -74,16 +74,6 @@ def test_all_sources_beat_the_text_alone(corpus: Corpus) -> None:
     )
 
 
-def test_eos_is_never_drafted(corpus: Corpus) -> None:
-    drafter = AutoDrafter(corpus=corpus)
-    assert drafter.eos_token_ids.tolist() == [EOS]
-    prompt, output = examples(1, 5)[0]
-    session = drafter.open(prompt)
-    for token in output:
-        assert EOS not in session.propose(32, 16).token_ids.tolist()
-        session.extend([token])
-
-
 def test_a_prediction_is_followed_and_found_again_after_a_divergence() -> None:
     prediction = list(range(50, 90))
     session = AutoDrafter().open([1, 2, 3], prediction_ids=prediction)

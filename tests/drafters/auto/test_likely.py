@@ -18,7 +18,8 @@ from drafters.auto.trust import Trust
 from drafters.calibration import CalibrationError
 from drafters.replay import Recording, replay
 from drafters.tree import DraftTree
-from tests.drafters.trees import opened, tree_of
+from tests.drafters.trees import opened
+from tests.fakes.fake_drafters import tree_of
 
 Rows = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
@@ -65,7 +66,7 @@ def held(table: LikelyTable, *newest: int) -> dict[int, float]:
 
 def test_what_a_rejected_node_s_row_said_is_drafted_where_its_token_comes() -> None:
     session = opened(AutoDrafter(), [1, 2, 3])
-    tree = tree_of((10, -1, 0.5), (11, 0, 0.3), (20, -1, 0.2))
+    tree = tree_of([10, 11, 20], [-1, 0, -1], [0.5, 0.3, 0.2])
     told = rows({30: 0.9}, {12: 0.8}, {13: 0.8}, {21: 0.7, 22: 0.2})
     note(session, tree, told, [30])  # nothing was accepted
     note(session, DraftTree.empty(), rows({20: 0.6}), [20])

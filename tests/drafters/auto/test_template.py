@@ -9,24 +9,15 @@ from drafters.auto.drafter import AutoDrafter
 from drafters.auto.retrieval import Seen
 from drafters.auto.template import SPAN, forms_of, write_form
 from drafters.corpus_file import START
+from tests.drafters.trees import pieces_of
 
 OPEN, CLOSE, COMMA, NEXT, EOS = 1, 2, 3, 4, 5
 DIGIT = 6  # "9."
 
 
 def _pieces() -> Pieces:
-    pieces = [
-        b"\0",
-        b"{",
-        b"}",
-        b",",
-        b"n",
-        b"\n",
-        b"9.",
-        *(b"w%c%c" % (97 + i // 26, 97 + i % 26) for i in range(200)),
-    ]
-    offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    return Pieces(offsets, np.frombuffer(b"".join(pieces), np.uint8))
+    words = (b"w%c%c" % (97 + i // 26, 97 + i % 26) for i in range(200))
+    return pieces_of([b"\0", b"{", b"}", b",", b"n", b"\n", b"9.", *words])
 
 
 def _output(*own: int) -> np.ndarray:

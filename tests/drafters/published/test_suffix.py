@@ -1,4 +1,4 @@
-"""`suffix`: what it finds, how deep and wide it goes, and that its chances mean something."""
+"""`suffix`: its index of a text. What is drafted from it is held by test_golden_trees.py."""
 
 from __future__ import annotations
 
@@ -6,39 +6,6 @@ import random
 
 from drafters import make_drafter
 from drafters.auto.text_index import TextIndex
-from tests.drafters.trees import paths
-
-
-def test_a_long_match_is_followed_to_its_end() -> None:
-    text = list(range(100, 140))
-    session = make_drafter("suffix").open([*text, 1, 2, 3, *text[:10]])
-    tree = session.propose(16, 32)
-    # The likeliest path comes first, and it copies the text from where the match stands.
-    assert paths(tree)[15] == tuple(text[10:26])
-    assert tree.survival[0] > 0.7
-
-
-def test_longer_contexts_outweigh_more_frequent_short_ones() -> None:
-    # After "1 2 3" came 9 once; after "3" alone mostly 8.
-    prompt = [1, 2, 3, 9, *([7, 3, 8] * 3), 5, 1, 2, 3]
-    tree = make_drafter("suffix").open(prompt).propose(8, 1)
-    assert tree.token_ids[0] == 9
-    assert 8 in tree.token_ids.tolist()  # the short context has its place behind
-
-
-def test_output_matches_across_the_end_of_the_prompt_and_own_output() -> None:
-    session = make_drafter("suffix").open([1, 2, 3, 4])
-    session.extend([5, 6, 1, 2, 3, 4])
-    assert session.propose(4, 4).token_ids[:2].tolist() == [5, 6]
-    # Periodic text goes on through what was drafted itself.
-    session = make_drafter("suffix").open([1])
-    session.extend([7, 8, 7, 8, 7])
-    assert session.propose(6, 6).token_ids.tolist()[:6] == [8, 7, 8, 7, 8, 7]
-
-
-def test_nothing_to_say() -> None:
-    session = make_drafter("suffix").open([1, 2, 3, 4])
-    assert len(session.propose(16, 16)) == 0  # 4 was never seen before
 
 
 def test_old_matches_of_a_common_token_are_found() -> None:
