@@ -66,11 +66,14 @@ def test_trees_are_valid_and_within_their_limits(
     kept=ids,
     dropped=ids,
     more=ids,
+    prediction=ids,
 )
 def test_rollback_equals_a_fresh_session(
-    name: str, prompt: list[int], kept: list[int], dropped: list[int], more: list[int]
-) -> None:
-    session = drafter(name).open(prompt)
+    name: str, prompt: list[int], kept: list[int], dropped: list[int], more: list[int],
+    prediction: list[int],
+) -> None:  # fmt: skip
+    """Also with a prediction, whose place is found when a session settles or later."""
+    session = drafter(name).open(prompt, prediction_ids=prediction)
     session.settle()
     session.extend(kept)
     mark = session.checkpoint()
@@ -80,8 +83,9 @@ def test_rollback_equals_a_fresh_session(
         session.propose(4, 4)
     session.rollback(mark)
     session.extend(more)
-    fresh = drafter(name).open(prompt)
-    fresh.settle()
+    fresh = drafter(name).open(prompt, prediction_ids=prediction)
+    if len(more) % 2:
+        fresh.settle()
     fresh.extend(kept + more)
     assert session.checkpoint() == fresh.checkpoint() == len(kept) + len(more)
     assert same(session.propose(16, 8), fresh.propose(16, 8))

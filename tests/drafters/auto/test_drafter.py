@@ -273,23 +273,6 @@ def test_a_prediction_that_is_wrong_is_dropped() -> None:
     assert min(extended_s() for _ in range(20)) < 5 * near, "however long ago it was left"
 
 
-def test_rollback_with_a_prediction_equals_a_fresh_session(corpus: Corpus) -> None:
-    prompt, output = examples(1, 10)[0]
-    drafter = AutoDrafter(corpus=corpus, learn=False)
-    prediction = [*output[:3], 77, *output[4:]]
-    session = opened(drafter, prompt, output[:2], prediction_ids=prediction)
-    mark = session.checkpoint()
-    session.extend([9, 9, 9, 9])
-    session.propose(8, 8)
-    session.rollback(mark)
-    session.extend(output[2:5])
-    fresh = drafter.open(prompt, prediction_ids=prediction)
-    fresh.extend(output[:5])  # before settle(): the place in the prediction is found later
-    one, other = session.propose(16, 8), fresh.propose(16, 8)
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    assert np.allclose(one.survival, other.survival)
-
-
 def _tokens_per_step(drafter: AutoDrafter, tests: list[Recording]) -> float:
     return replay(drafter, tests, budget=8, in_prefill=True).decode_tokens_per_step
 
