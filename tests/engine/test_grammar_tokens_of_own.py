@@ -8,7 +8,7 @@ import pytest
 from server.engine.grammar import GrammarCompiler, GrammarState
 from server.types import GrammarSpec
 from tests.api.tiny_tokenizers import unmerged_tokenizer
-from tests.engine.tiny_vocabularies import read_grammar_tokenizer
+from tests.engine.tiny_vocabularies import allowed_ids, read_grammar_tokenizer
 from vocab_store.enrichment import Enrichment
 
 BASE, EOS = 128, 2
@@ -31,27 +31,19 @@ def _states(spec: GrammarSpec) -> tuple[GrammarState, GrammarState, Enrichment]:
     return state(None, BASE), state(enrichment, BASE + len(parts)), enrichment
 
 
-def _allowed(state: GrammarState, size: int) -> set[int]:
-    mask = np.zeros((size + 31) // 32, np.uint32)
-    state.fill_mask(mask)
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits[:size]).tolist())
-
-
 @pytest.mark.parametrize("source", ["ab(cd|x)*", "a(b|bcdx)+", "(abc|dx)+y?"])
 def test_an_own_token_is_allowed_where_its_parts_are(source: str) -> None:
     spec = GrammarSpec("regex", source)
     base, own, enrichment = _states(spec)
-    size = BASE + len(enrichment)
     rng = np.random.default_rng(5)
     num_consumed = 0
     for _ in range(6):
-        allowed = _allowed(own, size)
+        allowed = set(allowed_ids(own))
         spelled = set()
         for token_id in enrichment.ids:
             taken = 0
             for part in enrichment.parts_of(token_id):
-                if part not in _allowed(base, BASE):
+                if part not in allowed_ids(base):
                     break
                 base.consume(part)
                 taken += 1
@@ -60,7 +52,7 @@ def test_an_own_token_is_allowed_where_its_parts_are(source: str) -> None:
             base.rollback(num_consumed)
         assert allowed & set(enrichment.ids) == spelled
         letters = allowed - set(enrichment.ids)
-        assert letters <= _allowed(base, BASE)
+        assert letters <= set(allowed_ids(base))
         choices = sorted(allowed - {EOS})
         if not choices:
             break
@@ -74,10 +66,9 @@ def test_an_own_token_is_allowed_where_its_parts_are(source: str) -> None:
 
 def test_forced_text_is_written_in_the_fewest_ids() -> None:
     _, own, enrichment = _states(GrammarSpec("regex", "abcdx"))
-    size = BASE + len(enrichment)
     ids: list[int] = []
     while not own.is_complete and len(ids) < 8:
-        forced = _allowed(own, size) & set(enrichment.ids)
+        forced = set(allowed_ids(own)) & set(enrichment.ids)
         longest = max(forced, key=lambda i: len(enrichment.parts_of(i)))
         own.consume(longest)
         ids.append(longest)

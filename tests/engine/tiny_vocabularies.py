@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from server import token_bytes
-from server.engine.grammar import GrammarCompiler
+from server.engine.grammar import GrammarCompiler, GrammarState
 from server.engine.grammar_library import LibraryTokenizer
 from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
 from server.grammar_text import grammar_text
@@ -36,6 +36,13 @@ def read_grammar_tokenizer(
         return load_grammar_tokenizer(
             file, table, vocab_size, eos_token_ids, Tokenizer.from_str, enrichment
         )
+
+
+def allowed_ids(state: GrammarState) -> list[int]:
+    """What its mask allows."""
+    mask = np.zeros(state.num_words, np.uint32)
+    state.fill_mask(mask)
+    return [int(i) for i in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
 
 
 class _Greedy:
