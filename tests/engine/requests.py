@@ -47,13 +47,13 @@ def request_of(name: str, prompt: Sequence[int] = (3, 4, 5), **given: Any) -> Re
                    SamplingParams(**sampling), **given)  # fmt: skip
 
 
-def finish(engine: Engine, *requests: Request, max_steps: int = 1000) -> dict[str, list[Delta]]:
+def finish(engine: Engine, *requests: Request) -> dict[str, list[Delta]]:
     """Submit and step until nothing is open: all Deltas, by request. The engine's state is checked
     after every step."""
     for request in requests:
         engine.submit(request)
     told: dict[str, list[Delta]] = {}
-    for _ in range(max_steps):
+    for _ in range(1000):
         for delta in engine.take_deltas() if not engine.has_work else engine.step():
             told.setdefault(delta.request_id, []).append(delta)
         engine.check()

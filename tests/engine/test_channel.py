@@ -47,7 +47,8 @@ def test_what_is_sent_arrives(message: tuple[Any, ...]) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="prompt_ids"):
         _there("submit", replace(REQUEST, prompt_ids=("x",)))  # type: ignore[arg-type]
-    for message in (("submit",), ("deltas", [], None)):
+    too_few_and_too_many: tuple[tuple[object, ...], ...] = ("submit",), ("deltas", [], None)
+    for message in too_few_and_too_many:
         with pytest.raises(ValueError, match="zip"):
             _there(*message)
     with pytest.raises(ValueError, match="unsupported"):

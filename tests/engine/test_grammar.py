@@ -108,9 +108,8 @@ def test_a_state_is_a_function_of_the_tokens(
         fresh = _state(compiler, spec)
         for token in tokens:
             assert fresh.consume(token)
-        assert (
-            allowed_ids(state) == allowed_ids(fresh) and max(allowed_ids(state), default=0) < VOCAB
-        )
+        allowed = allowed_ids(state)
+        assert allowed == allowed_ids(fresh) and max(allowed, default=0) < VOCAB
         assert state.forced() == fresh.forced()
         assert state.is_complete == fresh.is_complete
         assert state.num_consumed == len(tokens)
