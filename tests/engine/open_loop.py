@@ -111,6 +111,7 @@ def serve(
         max_num_batched_tokens=512, target_step_s=SCALE * 0.15, prefix_cache=False,
         cost=cpu_table(),
     )  # fmt: skip
+    assert isinstance(runner, CostRunner)
     speculation = SpeculationParams("d", max_draft_tokens) if drafts else SpeculationParams()
     arrivals, at = [], 0.0
     for i in range(len(requests)):

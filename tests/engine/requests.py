@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
@@ -20,20 +20,17 @@ _INFO = inspect.signature(fake_info).parameters.keys()
 _RUNNER = inspect.signature(FakeRunner).parameters.keys()
 
 
-_Runner = TypeVar("_Runner", bound=FakeRunner)
-
-
 def engine_over(
     model: FakeModel, drafters: Mapping[str, Any] | None = None, *,
-    kind: type[_Runner] = FakeRunner,  # type: ignore[assignment]
-    **given: Any,
-) -> tuple[Engine, _Runner]:  # fmt: skip
+    kind: type[FakeRunner] = FakeRunner, **given: Any,
+) -> tuple[Engine, FakeRunner]:  # fmt: skip
     """An engine and its runner. given: fields of fake_info, of EngineSettings (here as there 8
     sequences and 64 rows in a step), and further arguments of FakeRunner and Engine."""
-    sizes = {"vocab_size": model.vocab_size, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    sizes |= {key: given.pop(key) for key in (_SETTINGS | _INFO) & given.keys()}
+    given = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | given
+    sizes = {key: given.pop(key) for key in (_SETTINGS | _INFO) & given.keys()}
     parts = {key: given.pop(key) for key in _RUNNER & given.keys()}
-    info = fake_info(**{key: sizes[key] for key in _INFO & sizes.keys()})
+    own = {key: sizes[key] for key in _INFO & sizes.keys()}
+    info = fake_info(vocab_size=model.vocab_size, **own)
     runner = kind(model, info, **parts)
     settings = EngineSettings(**{key: sizes[key] for key in _SETTINGS & sizes.keys()})
     return Engine(runner, drafters or {}, settings, **given), runner
