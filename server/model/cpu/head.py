@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from server.engine.batch import Batch, Int32
 from server.model.cpu.kernels import copy_bytes, greedy, likeliest, product
-from server.model.cpu.linear import aligned, float_linear
+from server.model.cpu.linear import activations, aligned, float_linear
 from server.model.cpu.records import (
     ALL_IDS,
     LANES,
@@ -54,8 +54,10 @@ class FullLogits(NamedTuple):
 
 def with_room(screen: Screen, num_rows: int) -> Screen:
     """The same for so many rows."""
+    width = screen.order.shape[0]
     return screen._replace(
-        states=np.zeros((num_rows, screen.order.shape[0]), np.float32),
+        weights=screen.weights._replace(rows=activations(num_rows, width)),
+        states=np.zeros((num_rows, width), np.float32),
         row_bounds=np.zeros((num_rows, 3), np.float32),
         found=np.zeros((screen.found.shape[0], screen.limit * num_rows), np.int64),
     )
@@ -63,10 +65,9 @@ def with_room(screen: Screen, num_rows: int) -> Screen:
 
 def _no_screen(head: Linear) -> Screen:
     """That of a head without one."""
-    none, bytes_ = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.uint8)
-    order, found = np.zeros(0, np.int32), np.zeros((0, 0), np.int64)
-    num_found = np.zeros(0, np.int64)
-    return Screen(head, bytes_, order, none, none, none, 0, 0, 0, found, num_found)
+    none, bytes_ = np.zeros((1, 0), np.float32), np.zeros((0, 0), np.uint8)
+    order, found = np.zeros(0, np.int32), np.zeros((1, 0), np.int64)
+    return Screen(head, bytes_, order, none, none, none, none[0], none[0], 0, found, found[0])
 
 
 class FullHead:

@@ -125,7 +125,8 @@ between their rows, rows, panel, count, out, bytes between its rows, next panel,
 tiles multiply. x int8 [rows, padded inputs], figures as kernels/integer_rows.py writes them, out
 float32; x, figures, panel, out, next panel: addresses; count: blocks of 32 inputs of the form
 `int8`, else super-blocks. The next panel, as long as this one, is fetched from memory while the
-first rows are multiplied; 0: none."""
+first rows are multiplied; 0: none. With 0 rows one row is multiplied by 16 outputs alone, the first
+of which the last number is."""
 
 
 class Activations(NamedTuple):
@@ -443,12 +444,13 @@ class Screen(NamedTuple):
     int32 [coarse inputs]: which of the head's they are; [0]: there is no Screen. states: float32
     [room, coarse inputs]. bounds: float32 [2, outputs in whole panels]: norms of what the coarse
     weights leave of the head's, and of themselves. row_bounds: float32 [room, 3]: norms of a row's
-    inputs and of what rounding adds to them, and a logit that the largest one reaches. head_rows:
-    address of the head's rows as ggml's q8_0, row_bytes apart, which the caller keeps alive. limit:
-    of rows that a thread multiplies for each row of a step; with more the whole head is multiplied.
-    found: int64 [threads, limit * room]: (row << 32 | output), where a largest logit may be.
-    num_found: int64 [8 * threads]: at 8 * thread, how many there were in the last step, or more
-    than the limit.
+    inputs and of what rounding adds to them, and a logit that the largest one reaches. less:
+    float32 [coarse inputs], by which the first norm of the weights counts an input more, and that
+    of a row's less. ones: float32 [inputs of the head], ones, where these are spread, else [0].
+    limit: of lines, 16 outputs, that a thread multiplies for each row of a step; with more the
+    whole head is multiplied. found: int64 [threads, limit * room]: (line << 32 | row), where a
+    largest logit may be. num_found: int64 [8 * threads]: at 8 * thread, how many there were in the
+    last step, or more than the limit.
     """
 
     weights: Linear
@@ -457,8 +459,8 @@ class Screen(NamedTuple):
     states: Float32x2
     bounds: Float32x2
     row_bounds: Float32x2
-    head_rows: int
-    row_bytes: int
+    less: Float32
+    ones: Float32
     limit: int
     found: Int64x2
     num_found: Int64

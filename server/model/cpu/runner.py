@@ -45,7 +45,6 @@ from server.model.cpu.records import (
     Rows,
     Scratch,
     Shape,
-    UInt8,
     UInt32,
     Wanted,
     one_layer,
@@ -228,10 +227,10 @@ class CpuRunner:
         self._in_flight: Batch | None = None
         self._last_draws: Int32 = _NOTHING  # rows of the last step that ids were drawn from
         # A cap may make equal what was not: then the first of all that are near is the largest.
-        if weights.head_rows is not None and shape.logit_cap == 0.0:
-            self._screen(weights.head_rows)
+        if shape.logit_cap == 0.0 and not self._head.in_file and weights.table.num_rows:
+            self._screen()
 
-    def _screen(self, head_rows: UInt8) -> None:
+    def _screen(self) -> None:
         """Give the head a Screen, for states like those of texts that the model goes on with."""
         info = self.info
         num, steps = 4, min(BLOCK_SIZE, info.max_model_len)
@@ -254,7 +253,7 @@ class CpuRunner:
                 self._compute(batch, wanted, None)
                 states.append(self._head.record(num).states[:num].copy())
             half = np.concatenate(states[steps // 2 :])[: info.max_num_batched_tokens]
-            screen = make_screen(self._head.record(half.shape[0]), head_rows, half, self._work)
+            screen = make_screen(self._head.record(half.shape[0]), half, self._work)
         finally:
             self._kernel_threads.rest()
         if screen is not None:

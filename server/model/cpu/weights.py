@@ -55,9 +55,7 @@ class RunnerWeights:
     layers: the records of the forward pass. inner_size: width of what goes into the last product
     of an MLP. packed_head: the LM head, for products and for slices. num_bytes: of all panels, and
     norms. embedding: the embedding table, as tensors.Weights gives it, which stays in its file.
-    table: the same as it lies in memory; NO_TABLE where the runner's own body embeds. head_rows:
-    the head's rows as they lie in a GGUF, uint8 [vocab_size, bytes of a row], where they are q8_0
-    and packed_head has them all.
+    table: the same as it lies in memory; NO_TABLE where the runner's own body embeds.
     """
 
     layers: Layers
@@ -66,7 +64,6 @@ class RunnerWeights:
     num_bytes: int
     embedding: Any
     table: Table
-    head_rows: UInt8 | None = None
 
     @property
     def num_embeddings(self) -> int:

@@ -246,6 +246,19 @@ def quantise(x, num_rows, weights, layer, work):
 
 
 @borrowing
+def integer_outputs(row, first, weights, out, work):
+    """linear.outputs_of, of integers, which `quantise` has made."""
+    words, parts = own_words(work), weights.parts
+    job = work.sync[words : words + JOB_ITEMS]
+    _begin_job(job, weights, out)
+    _set_rows(job, weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data, row, 0)
+    _set_panels(job, parts, 0, 0, first // PANEL, -1)
+    job[10] = first % PANEL
+    job[7] = out.ctypes.data + row * job[8] + (first - job[10]) * 4
+    call_kernel(parts[0, 0, 1], job.ctypes.data)
+
+
+@borrowing
 def _prepare(x, num_rows, weights, layer, num_parts, work):
     """The inputs of all rows as integers, while this thread's first panels (_own_first) are
     on their way."""

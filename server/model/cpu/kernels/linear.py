@@ -20,6 +20,7 @@ from server.model.cpu.kernels.integer_linear import (
     even_span,
     integer_gated_linear,
     integer_linear,
+    integer_outputs,
 )
 from server.model.cpu.kernels.team import barrier, begin_items, run, take, take_near
 from server.model.cpu.kernels.vectors import (
@@ -122,6 +123,20 @@ def linear(x, num_rows, weights, layer, out, work):
         barrier(work)
         _product_share(x, num_rows, weights, layer, out, work)
         barrier(work)
+
+
+@borrowing
+def outputs_of(x, row, first, weights, out, work):
+    """out[row, first : first + LANES] as `linear` has them, of a matrix in one part; first: a
+    multiple of LANES."""
+    if weights.kind == INTEGERS:
+        integer_outputs(row, first, weights, out, work)
+        return
+    k, item_bytes = x.shape[1], 4 if weights.kind == FLOAT32 else 2
+    at = (first // PANEL * k * PANEL + first % PANEL) * item_bytes + weights.parts[0, 0, 0]
+    to = out.ctypes.data + (row * out.shape[1] + first) * 4
+    own = Product(x.ctypes.data + row * k * 4, k, at, PANEL, k, to, 0, 0, 0, weights.kind)
+    columns_product(own, 1, 1, 1)
 
 
 @borrowing

@@ -1,5 +1,6 @@
-"""The largest logit without most of the LM head: a coarse head of 4 bits bounds every logit, and
-of the head itself only those rows are multiplied whose logit may be the largest.
+"""The largest logit without most of the LM head. Where no row of a step may give many ids
+(Wanted.words), theirs are all that is multiplied. Else a coarse head of 4 bits bounds every logit,
+and of the head itself only those rows are multiplied whose logit may be the largest.
 
 Of each output the coarse head has W', and what lies between it and the head's row W is the rest R.
 With the inputs x as the head's product has them, and x' as the coarse one's has them
@@ -8,11 +9,14 @@ With the inputs x as the head's product has them, and x' as the coarse one's has
     W x  <=  W' x' + |R| |x| + |W'| |x' - x|
 
 Inputs are sorted by size, so that a block of 32 has inputs alike, and the largest ones come twice:
-the second time with what 4 bits have left of their weights. |R| and |x| count these _LESS times and
-by its inverse, which changes no product of the two. What float32 rounds in sums is far less than
-_ROUNDING of the norms. So a row's argmax is the head's own, ties included, and so are all logits
-that may be as large; the others are the coarse head's. Where a step's logits are so flat that too
-many may be, the head is multiplied as if it had no Screen.
+the second time with what 4 bits have left of their weights. |R| counts an input so many times, and
+|x| by the inverse, as Screen.less says, which changes no product of the two. What float32 rounds in
+sums is less than _ROUNDING of the norms, an input. So a row's argmax is the head's own, ties
+included, and so are all logits that may be as large; the others are the coarse head's. Where a
+step's logits are so flat that too many may be, the head is multiplied as if it had no Screen.
+
+W is what the head's panels hold, of any form, and the logits that may be the largest are made of
+these panels by the head's own kernels, 16 at a time: a line of memory has 16 outputs.
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
@@ -26,37 +30,41 @@ import numpy as np
 from llvmlite import ir
 
 from drafters.jit import borrowing, entry_run_by, inlined
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, COARSE, PANEL
-from server.model.cpu.kernels.blocks import block_row
-from server.model.cpu.kernels.integer_linear import integer_linear, quantise
+from server.model.cpu.integers.forms import BLOCK, COARSE, PANEL
+from server.model.cpu.kernels.integer_linear import call_kernel, integer_linear, quantise
+from server.model.cpu.kernels.integer_rows import quantise_rows, spread_blocks
 from server.model.cpu.kernels.ir import (
-    F32,
-    I8,
-    I32,
     I64,
-    Loop,
-    at,
-    call,
     floats,
     fma,
-    i32,
     i64,
     load,
-    load_halves,
     splat,
     to_half,
     word,
 )
+from server.model.cpu.kernels.linear import linear, outputs_of
 from server.model.cpu.kernels.sampling import likeliest_allowed
-from server.model.cpu.kernels.team import barrier, run
-from server.model.cpu.kernels.vectors import fetch, float_at, half_at, set_float
-from server.model.cpu.records import FAILED, LANES, Float32x2, Head, Screen, UInt32x2, Work
+from server.model.cpu.kernels.team import barrier, own_words, run
+from server.model.cpu.kernels.vectors import bfloat_at, float_at, half_at, set_float
+from server.model.cpu.records import (
+    FLOAT32,
+    INTEGERS,
+    JOB_ITEMS,
+    LANES,
+    NO_TILES,
+    Activations,
+    Float32x2,
+    Head,
+    UInt32x2,
+    Work,
+)
+from server.model.cpu.records import PANEL as FLOAT_PANEL
 
-_LESS = 16.0  # is left of the weights of inputs that come twice than of the others'
-_ROUNDING = 1e-4
+_ROUNDING = 2.0**-23
 _UP = 1.0 + 1e-4  # by which norms are rounded up
+_SCATTERED = 6  # times a line of the head takes longer that lies anywhere, with some to spare
 _RECORD, _LOW, _ZERO = COARSE.record_bytes, COARSE.low_bytes, COARSE.zero
-_STORED = BY_NAME["q8_0"].number
 
 
 @word(int, int, int, int, np.float32, np.float32, np.float32)
@@ -112,24 +120,69 @@ def _coarse_block(order, block, num_inputs, out, at, room, own):
             out[byte + 4 * o] |= (int(n) + _ZERO) << shift
 
 
+@borrowing
+def _integer_panel(p, weights, units, room, own, work):
+    """Write the weights of a panel of integers to address `room`, float32 [inputs, PANEL]: the
+    form's kernel multiplies its records by unit rows, one after the other, each as a panel of its
+    own, which is put together at address `own`."""
+    parts, num = weights.parts, units.q.shape[0]
+    header = 4 * PANEL if weights.per_row[0] else 0
+    panel, count = parts[0, 0, 0] + p * parts[0, 0, 2], parts[0, 0, 3]
+    each = (parts[0, 0, 2] - header) // count
+    words = own_words(work)
+    job = work.sync[words : words + JOB_ITEMS]
+    job[0], job[1], job[2], job[3] = units.q.ctypes.data, num, units.figures.ctypes.data, num // 2
+    job[4], job[5], job[6], job[8], job[9], job[10] = num, own, 1, 4 * PANEL, 0, NO_TILES
+    for i in range(header // 4):
+        set_float(own, i, float_at(panel, i))
+    for s in range(count):
+        for i in range(each // 4):
+            set_float(own + header, i, float_at(panel + header + s * each, i))
+        job[7] = room + 4 * PANEL * num * s
+        call_kernel(parts[0, 0, 1], job.ctypes.data)
+
+
+@borrowing
+def _float_panel(p, weights, room):
+    """Write the weights of PANEL outputs of floats to address `room`, float32 [inputs, PANEL]."""
+    size = 4 if weights.kind == FLOAT32 else 2
+    for o in range(0, PANEL, LANES):
+        first = p * PANEL + o
+        if first >= weights.outputs:
+            continue
+        at = first // FLOAT_PANEL * FLOAT_PANEL * weights.inputs + first % FLOAT_PANEL
+        at = weights.parts[0, 0, 0] + at * size
+        for k in range(weights.inputs):
+            for lane in range(LANES):
+                if weights.kind == FLOAT32:
+                    x = float_at(at, k * FLOAT_PANEL + lane)
+                else:
+                    x = bfloat_at(at, k * FLOAT_PANEL + lane)
+                set_float(room, k * PANEL + o + lane, x)
+
+
 @entry_run_by(run)
 @borrowing
 def build(
-    thread: int, num_rows: int, num: int, screen: Screen, room: Float32x2, work: Work
+    thread: int, head: Head, units: Float32x2, rows: Activations, room: Float32x2, work: Work
 ) -> None:
-    """Write a Screen's panels, which are zeroed, and bounds. num_rows, num: rows of the head, and
-    inputs. room: float32 [threads, 32 * (2 * num + 3) + num]."""
+    """Write the panels, which are zeroed, and bounds of a head's Screen. units: float32 [n, n],
+    rows that give n inputs' weights of integers (of a super-block, or a block). rows: a buffer for
+    them. room: float32 [threads, PANEL * (2 * inputs + 3) + bytes of a panel / 4], zeros.
+    """
+    weights, screen = head.weights, head.screen
     order, bounds = screen.order, screen.bounds
+    num = (weights.inputs + BLOCK - 1) // BLOCK * BLOCK
+    work = Work(work.sync, work.pairs, work.threads, thread)
+    if weights.kind == INTEGERS:
+        quantise_rows(thread, work.threads, units.shape[0], units, units.shape[0], 0, rows, 0)
+    barrier(work)
     at, sums = room[thread].ctypes.data, 2 * num * PANEL
-    twice = order.shape[0] - num
-    row = room[thread, sums + 3 * PANEL :]
     for p in range(thread, screen.panels.shape[0], work.threads):
-        for o in range(PANEL):
-            output = min(p * PANEL + o, num_rows - 1)  # what pads the last panel is never drawn
-            own = screen.head_rows + output * screen.row_bytes
-            block_row(own, _STORED, np.float32(1.0), row)
-            for j in range(num):
-                set_float(at, j * PANEL + o, row[j])
+        if weights.kind == INTEGERS:
+            _integer_panel(p, weights, rows, at, at + 4 * (sums + 3 * PANEL), work)
+        else:
+            _float_panel(p, weights, at)
         for o in range(3 * PANEL):
             set_float(at, sums + o, np.float32(0.0))
         for block in range(order.shape[0] // BLOCK):
@@ -137,28 +190,38 @@ def build(
         for o in range(PANEL):
             total = 0.0
             for j in range(num):
-                rest = float_at(at, (num + j) * PANEL + o) * (_LESS if j < twice else 1.0)
+                rest = float_at(at, (num + j) * PANEL + o) * screen.less[j]
                 total += rest * rest
             bounds[0, p * PANEL + o] = math.sqrt(total) * _UP
             bounds[1, p * PANEL + o] = math.sqrt(float_at(at, sums + 2 * PANEL + o)) * _UP
 
 
 @borrowing
-def _coarse_inputs(row, head, screen):
-    """A row of the coarse head's inputs, from those of the head, which are integers."""
-    weights, order = head.weights, screen.order
-    q, figures = weights.rows.q, weights.rows.figures
-    scales = figures.ctypes.data + row * figures.shape[1] * 16
-    for j in range(order.shape[0]):
-        k = order[j]
-        screen.states[row, j] = float_at(scales, 4 * (k // BLOCK)) * q[row, k]
+def _coarse_inputs(row, head, work):
+    """A row of the coarse head's inputs, from those of the head's product."""
+    weights, screen = head.weights, head.screen
+    room, num = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4, weights.inputs
+    if weights.kind == INTEGERS:
+        q, figures = weights.rows.q, weights.rows.figures
+        scales = figures.ctypes.data + row * figures.shape[1] * 16
+        for k in range(num):
+            block = 0 if weights.per_row[0] else k // BLOCK
+            set_float(room, k, float_at(scales, 4 * block) * q[row, k])
+        if weights.per_row[0]:  # see make_screen
+            spread_blocks(room, screen.ones.ctypes.data, num // BLOCK, room)
+    else:
+        for k in range(num):
+            set_float(room, k, head.states[row, k])
+    for j in range(screen.order.shape[0]):
+        k = screen.order[j]
+        screen.states[row, j] = float_at(room, k) if k < num else np.float32(0.0)
 
 
 @borrowing
 def _bound(row, head, screen):
     """(|x|, |x' - x|) of a row, for the bounds of its logits."""
-    rows, num = screen.weights.rows, head.weights.inputs
-    twice = screen.order.shape[0] - num
+    rows = screen.weights.rows
+    num = (head.weights.inputs + BLOCK - 1) // BLOCK * BLOCK
     scales = rows.figures.ctypes.data + row * rows.figures.shape[1] * 16
     size, off, whole = 0.0, 0.0, 0.0
     for j in range(screen.order.shape[0]):
@@ -167,123 +230,102 @@ def _bound(row, head, screen):
         off += away * away
         whole += x * x
         if j < num:
-            x = x / _LESS if j < twice else x
+            x = x / screen.less[j]
             size += x * x
-    return math.sqrt(size) * _UP, math.sqrt(off) * _UP + _ROUNDING * math.sqrt(whole)
-
-
-@word(np.float32, int, int, int, int)
-def _exact(b: Any, row: Any, q: Any, figures: Any, num: Any) -> Any:
-    """A row of the head, `num` blocks of ggml's q8_0, times a row of inputs: all are addresses. The
-    bits are those of the form's kernel (integers/vectors.py)."""
-    loop = Loop(b, num, [ir.Constant(F32, 0.0)])
-    block = b.add(row, b.mul(loop.index, i64(2 + BLOCK)))
-    bytes_, wide = ir.VectorType(I8, BLOCK), ir.VectorType(I32, BLOCK)
-    inputs = at(b, b.add(q, b.mul(loop.index, i64(BLOCK))), 0, bytes_, 1)
-    products = b.mul(b.sext(at(b, block, 2, bytes_, 1), wide), b.sext(inputs, wide))
-    total = call(b, f"llvm.vector.reduce.add.v{BLOCK}i32", I32, [products])
-    scale = b.extract_element(load_halves(b, block, 0, 1), i32(0))
-    factor = b.fmul(scale, at(b, b.add(figures, b.mul(loop.index, i64(16))), 0, F32, 4))
-    operands = [b.sitofp(total, F32), factor, loop.carried[0]]
-    (found,) = loop.close([call(b, "llvm.fma.f32", F32, operands)])
-    return found
-
-
-@borrowing
-def _exact_logit(row, output, head):
-    """Logit of an output, as the head's product gives it."""
-    rows, screen = head.weights.rows, head.screen
-    figures = rows.figures.ctypes.data + row * rows.figures.shape[1] * 16
-    q = rows.q.ctypes.data + row * rows.q.shape[1]
-    own = screen.head_rows + output * screen.row_bytes
-    return _exact(own, q, figures, rows.figures.shape[1])
+    return math.sqrt(size) * _UP, math.sqrt(off) * _UP + _ROUNDING * num * math.sqrt(whole)
 
 
 @inlined
-def _allows_few(words, row, limit):
-    """Whether a row of Wanted.words allows no more than `limit` ids."""
-    num = 0
-    for w in range(words.shape[1]):
-        left = words[row, w]
-        while left != 0 and num <= limit:
-            left &= left - np.uint32(1)
-            num += 1
-    return num <= limit
+def _allowed(words, row, v):
+    """Which of the 16 ids from 16 v on a row may give, as bits. words: of Wanted."""
+    if words.shape[0] == 0:
+        return 0xFFFF
+    return int(words[row, v // 2]) >> (v % 2 * LANES) & 0xFFFF
 
 
 @borrowing
-def _candidates(row, head, words, work, num, limit):
-    """Write where a row's largest logit may be, of this thread's outputs, behind the first `num` of
-    Screen.found, and ask memory for these rows of the head, which lie anywhere; how many there are
-    then, or more than `limit`. words: of Wanted."""
+def allowed_linear(num_rows, head, words, work):
+    """Logits of the ids that the first num_rows of a Head's states may give (words: of Wanted),
+    -inf for others, where this takes fewer lines of the head than would pay; else False, and
+    nothing is done. Called as linear.linear is."""
+    weights, logits = head.weights, head.logits
+    num_lines, num = (head.vocab_size + LANES - 1) // LANES, 0
+    if words.shape[0] == 0:
+        return False
+    for i in range(num_rows):
+        for v in range(num_lines):
+            num += _allowed(words, i, v) != 0
+        if num * _SCATTERED > num_lines:
+            return False
+    if weights.kind == INTEGERS:
+        quantise(head.states, num_rows, weights, 0, work)
+    for i in range(work.thread, num_rows, work.threads):
+        for j in range(logits.shape[1]):
+            logits[i, j] = -np.inf
+    barrier(work)
+    for v in range(work.thread, num_lines, work.threads):
+        for i in range(num_rows):
+            if _allowed(words, i, v) != 0:
+                outputs_of(head.states, i, v * LANES, weights, logits, work)
+    barrier(work)
+    return True
+
+
+@borrowing
+def _candidates(num_rows, head, words, work):
+    """Write where rows' largest logits may be, of this thread's outputs, to Screen.found; how many
+    there are, or more than there is room for. Rows that may have theirs among the same outputs
+    follow each other: these come from memory once. words: of Wanted."""
     screen = head.screen
-    size, off = screen.row_bounds[row, 0], screen.row_bounds[row, 1]
-    least, found = screen.row_bounds[row, 2], screen.found[work.thread]
-    logits = head.logits[row].ctypes.data
-    rests = screen.bounds.ctypes.data
+    limit, num, row_bytes = screen.limit * num_rows, 0, 4 * head.logits.shape[1]
+    logits, rests = head.logits.ctypes.data, screen.bounds.ctypes.data
     sizes = rests + screen.bounds.shape[1] * 4
-    for v in range(work.thread, screen.bounds.shape[1] // LANES, work.threads):
-        output, allowed = LANES * v, 0xFFFF
-        if words.shape[0] > 0:
-            allowed = int(words[row, output // 32]) >> (output % 32) & 0xFFFF
-            if allowed == 0:
-                continue
-        here = 4 * output
-        bits = _reaching(logits + here, rests + here, sizes + here, size, off, least) & allowed
-        while bits != 0 and output < head.vocab_size:
-            if bits & 1:
-                if num >= limit:
+    for v in range(work.thread, (head.vocab_size + LANES - 1) // LANES, work.threads):
+        here = 4 * LANES * v
+        for row in range(num_rows):
+            size, off = screen.row_bounds[row, 0], screen.row_bounds[row, 1]
+            least, own = screen.row_bounds[row, 2], logits + row * row_bytes
+            reaching = _reaching(own + here, rests + here, sizes + here, size, off, least)
+            if reaching & _allowed(words, row, v) != 0:
+                if num == limit:
                     return limit + 1
-                fetch(screen.head_rows + output * screen.row_bytes, screen.row_bytes)
-                found[num] = row << 32 | output
+                screen.found[work.thread, num] = v << 32 | row
                 num += 1
-            bits >>= 1
-            output += 1
     return num
 
 
 @borrowing
 def screened_linear(num_rows, head, words, work):
     """Logits of the first num_rows of a Head's states: the head's own wherever one may be the
-    largest that its row may give (words: of Wanted), elsewhere those of its Screen. Where no row
-    may give many, these are all that are computed; the others are -inf. Called as linear.linear
-    is."""
-    screen, logits = head.screen, head.logits
-    quantise(head.states, num_rows, head.weights, 0, work)
-    few = words.shape[0] > 0
-    for i in range(num_rows if few else 0):
-        few = few and _allows_few(words, i, screen.limit)
-    if not few:
-        for i in range(work.thread, num_rows, work.threads):
-            _coarse_inputs(i, head, screen)
-        integer_linear(screen.states, num_rows, screen.weights, 0, logits, work)
+    largest that its row may give (words: of Wanted), elsewhere those of its Screen. Called as
+    linear.linear is."""
+    weights, screen, logits = head.weights, head.screen, head.logits
+    if weights.kind == INTEGERS:
+        quantise(head.states, num_rows, weights, 0, work)
     for i in range(work.thread, num_rows, work.threads):
-        for j in range(0 if few else head.vocab_size, logits.shape[1]):
+        _coarse_inputs(i, head, work)
+    integer_linear(screen.states, num_rows, screen.weights, 0, logits, work)
+    for i in range(work.thread, num_rows, work.threads):
+        for j in range(head.vocab_size, logits.shape[1]):
             logits[i, j] = -np.inf
-        size, off, least = np.float32(0.0), np.float32(0.0), np.float32(-np.inf)
-        if not few:
-            size, off = _bound(i, head, screen)
-            top = likeliest_allowed(logits[i], words, i, head.vocab_size)
-            if top != FAILED:
-                least = _exact_logit(i, top, head)
-        screen.row_bounds[i, 0], screen.row_bounds[i, 1], screen.row_bounds[i, 2] = size, off, least
+        size, off = _bound(i, head, screen)
+        screen.row_bounds[i, 0], screen.row_bounds[i, 1] = size, off
+        best = max(likeliest_allowed(logits[i], words, i, head.vocab_size), 0)
+        outputs_of(head.states, i, best // LANES * LANES, weights, logits, work)
+        screen.row_bounds[i, 2] = logits[i, best]
     barrier(work)
-    limit, num = screen.limit * num_rows, 0
-    for i in range(num_rows):
-        if num <= limit:
-            num = _candidates(i, head, words, work, num, limit)
+    num = _candidates(num_rows, head, words, work)
     screen.num_found[8 * work.thread] = num
     barrier(work)
     most = 0
     for thread in range(work.threads):
         most = max(most, screen.num_found[8 * thread])
-    if most > limit:
-        integer_linear(head.states, num_rows, head.weights, 0, logits, work)
+    if most > screen.limit * num_rows:
+        linear(head.states, num_rows, weights, 0, logits, work)
         return
-    found = screen.found[work.thread]
     for k in range(num):
-        row, output = found[k] >> 32, found[k] & 0xFFFFFFFF
-        logits[row, output] = _exact_logit(row, output, head)
+        v, row = screen.found[work.thread, k] >> 32, screen.found[work.thread, k] & 0xFFFFFFFF
+        outputs_of(head.states, row, v * LANES, weights, logits, work)
     barrier(work)
 
 
@@ -292,3 +334,10 @@ def screened_linear(num_rows, head, words, work):
 def screened(thread: int, num_rows: int, head: Head, words: UInt32x2, work: Work) -> None:
     """`screened_linear` alone."""
     screened_linear(num_rows, head, words, Work(work.sync, work.pairs, work.threads, thread))
+
+
+@entry_run_by(run)
+@borrowing
+def allowed(thread: int, num_rows: int, head: Head, words: UInt32x2, work: Work) -> None:
+    """`allowed_linear` alone; where it does nothing all logits stay as they are."""
+    allowed_linear(num_rows, head, words, Work(work.sync, work.pairs, work.threads, thread))

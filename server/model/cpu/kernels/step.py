@@ -25,7 +25,7 @@ from server.model.cpu.kernels.delta import tap_sums
 from server.model.cpu.kernels.linear import gated_linear, linear
 from server.model.cpu.kernels.lora import add_lora, gated_linear_lora
 from server.model.cpu.kernels.sampling import is_finite_row, likeliest_allowed, likeliest_of
-from server.model.cpu.kernels.screen import screened_linear
+from server.model.cpu.kernels.screen import allowed_linear, screened_linear
 from server.model.cpu.kernels.team import barrier, now, run
 from server.model.cpu.kernels.vectors import (
     bfloat_at,
@@ -267,10 +267,11 @@ def _head_share(hidden, head, wanted, work):
     for i in range(work.thread, num, work.threads):
         for j in range(hidden.shape[1]):
             head.states[i, j] = hidden[wanted.rows[i], j]
-    if wanted.greedy.shape[0] > 0 and head.screen.order.shape[0] > 0:
-        screened_linear(num, head, wanted.words, work)
-    else:
-        linear(head.states, num, head.weights, 0, head.logits, work)
+    if wanted.greedy.shape[0] == 0 or not allowed_linear(num, head, wanted.words, work):
+        if wanted.greedy.shape[0] > 0 and head.screen.order.shape[0] > 0:
+            screened_linear(num, head, wanted.words, work)
+        else:
+            linear(head.states, num, head.weights, 0, head.logits, work)
     for i in range(work.thread, num, work.threads):
         logits = head.logits[i]
         if head.cap > 0.0:

@@ -30,6 +30,7 @@ from server.model.cpu.kernels.integers.vectors import (
     FLOATS,
     INTS,
     LANES,
+    define_line,
     define_rows,
     fetch_share,
     figures_at,
@@ -340,14 +341,20 @@ def _all_tiles(b: Any, form: Form, args: Any, room: Any) -> None:
 
 
 def _define(form: Form, module: Any) -> None:
-    """All rows of a job against its panel."""
+    """All rows of a job against its panel, or one row against a line of it."""
     fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64]), kernel_name(form))
     b = ir.IRBuilder(fn.append_basic_block("entry"))
     numbers = [at(b, fn.args[0], 8 * i, I64, 8) for i in range(JOB_ITEMS)]
-    if TILES:
-        b.call(define_tiled_rows(module, form), numbers)
-    else:
-        b.call(define_rows(module, form), numbers[:-1])
+    with b.if_else(b.icmp_signed(">", numbers[4], i64(0))) as (rows, line):
+        with rows:
+            if TILES:
+                b.call(define_tiled_rows(module, form), numbers)
+            else:
+                b.call(define_rows(module, form), numbers[:-1])
+        with line:
+            x, ldx, figures, ldf, _, panel, count, out, ldo, _, column = numbers
+            given = [x, ldx, figures, ldf, panel, column, count, out, ldo, i64(0), i64(0)]
+            b.call(define_line(module, form), given)
     b.ret_void()
 
 

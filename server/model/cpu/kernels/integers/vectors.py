@@ -52,6 +52,7 @@ from server.model.cpu.kernels.ir import (
     splat,
 )  # fmt: skip
 from server.model.cpu.records import INTEGER_KERNEL as KERNEL
+from server.model.cpu.records import LANES as ROW_LANES
 
 LANES = 16 if KERNEL.startswith("avx512") else 4 if KERNEL.startswith("neon") else 8
 """Outputs of one vector."""
@@ -493,6 +494,12 @@ def _is_twice(b: Any, left: Any, num_rows: Any, rows: int, less: int) -> Any:
     smaller kernel, and some before them a second time: small kernels wait for their own sums."""
     few = b.and_(b.icmp_signed("<", left, i64(rows)), b.icmp_signed(">", left, i64(less)))
     return b.and_(few, b.icmp_signed(">=", num_rows, i64(rows)))
+
+
+def define_line(module: Any, form: Form) -> Any:
+    """A function of the module: one row against 16 outputs of a panel; arguments: _Kernel's."""
+    kernel = _Kernel(form, 1, ROW_LANES // LANES)
+    return function(module, f"tailor_integers_{form.name}_line", 11, kernel.emit)
 
 
 def define_rows(module: Any, form: Form) -> Any:
