@@ -126,6 +126,7 @@ def test_each_rows_likeliest_allowed_id_is_the_heads_own(
     assert screen is not None
     screened = head._replace(screen=screen)
     allowed = draws.random((len(shares), -(-outputs // 32) * 32)) < np.array(shares)[:, None]
+    allowed[:, outputs:] = False
     words = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
     lines, drawn = np.arange(len(shares)), np.empty(len(shares), np.int32)
     may = allowed[:, :outputs]
