@@ -127,35 +127,6 @@ def test_slabs_change_nothing() -> None:
         np.testing.assert_allclose(other.score_logprobs, want.score_logprobs, atol=2e-4)
 
 
-def test_a_draft_tree_draws_from_its_slice_with_its_path_s_penalties(
-    runner: TorchRunner, slices: list[HeadSlice]
-) -> None:
-    """A node's draw is that of the same path fed as a prompt; a grammar's mask acts on ids."""
-    slice_ = slices[2]
-    own = SamplingParams(temperature=0.9, seed=2, presence_penalty=1.5, repetition_penalty=1.3)
-    prompt, drafted = [9, 30, 31, 7], slice_.ids[[3, 17, 40]].tolist()
-    allowed = np.unique(np.append(slice_.ids[::2], [5, 11])).tolist()
-    pages, builder = Pages(64), BatchBuilder()
-    table = pages.sequence(12)
-    root = builder.add_rows(table, prompt, 0)[-1]
-    nodes = builder.add_tree(table, 3, drafted, [-1, 0, 1])
-    params = builder.add_params(draw_params(own, counts={9: (0, 1), 30: (0, 1), 7: (0, 1)}))
-    mask = builder.add_mask(allowed, V)
-    parent = builder.draw(root, params, mask=mask)
-    for node in nodes:
-        parent = builder.draw(node, params, parent, mask=mask)
-    batch = replace(builder.build(), draw_slice=np.zeros(4, np.int32), slices=(slice_,))
-    got = run(runner, batch)
-    module = families.build(runner.info.name)
-    for d in range(4):
-        ids = torch.tensor([prompt + drafted[:d]])
-        logits = np.full(V, -np.inf, np.float32)
-        with torch.no_grad():
-            logits[slice_.ids] = module(ids).logits[0, -1].numpy()[slice_.ids]
-        want = sampling.draw(logits, batch.params[0], 4 + d, drafted[:d], batch.masks[0])
-        assert got.token_ids[d] == want
-
-
 def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
     runner: TorchRunner, slices: list[HeadSlice]
 ) -> None:
