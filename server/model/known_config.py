@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,52 +43,39 @@ _CONFIG_KEYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """As KnownConfig has them; config: values by name."""
+class KnownConfig:
+    """config: those attributes of transformers' config that a ModelFolder is asked for, by name.
+    shape: as shape_of gives it. expected: name -> shape of the weights."""
 
     config: dict[str, Any]
     shape: ModelShape
     expected: Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class KnownConfig:
-    """config: those attributes of transformers' config that a ModelFolder is asked for. shape: as
-    shape_of gives it. expected: name -> shape of the weights. folder: the model's."""
+def find(raw: Mapping[str, Any], folder: Path | None = None) -> KnownConfig | None:
+    """The KnownConfig of a config.json with these values, of this folder, or None."""
+    for place in (folder, None):
+        with suppress(OSError, ValueError):
+            return _read(_key(raw), KnownConfig, place)
+    return None
 
-    key: str
-    folder: Path | None
-    config: Any
-    shape: ModelShape
-    expected: Mapping[str, tuple[int, ...]]
 
-    def ropes(self, num_positions: int) -> tuple[Float32, Float32] | None:
-        """rope_tables of at least so many positions, when they are kept: mapped, because tables
-        of a long context are larger than what is ever read of them."""
-        size = len(self.shape.rope_layer_types), self.shape.rotary_dim // 2
-        for place in (self.folder, None):
-            try:
-                read = _ROPES.read(_file(self.key, "ropes", place), fingerprint=self.key)
-            except (OSError, ArrayFileError):
-                continue
+def find_ropes(
+    raw: Mapping[str, Any], shape: ModelShape, num_positions: int, folder: Path | None = None
+) -> tuple[Float32, Float32] | None:
+    """rope_tables of at least so many positions, when they are kept: mapped, because tables of a
+    long context are larger than what is ever read of them."""
+    key, size = _key(raw), (len(shape.rope_layer_types), shape.rotary_dim // 2)
+    for place in (folder, None):
+        with suppress(OSError, ArrayFileError):
+            read = _ROPES.read(_file(key, "ropes", place), fingerprint=key)
             cos, sin = read.arrays["cos"], read.arrays["sin"]
             # With `longrope`, tables of more positions than the usual are other ones.
-            usual = self.shape.max_position_embeddings
+            usual = shape.max_position_embeddings
             is_long = num_positions > usual
             fits = cos.shape[1] >= num_positions and (cos.shape[1] > usual) == is_long
             if fits and cos.shape[::2] == size:
                 return cos, sin
-        return None
-
-
-def find(raw: Mapping[str, Any], folder: Path | None = None) -> KnownConfig | None:
-    """The KnownConfig of a config.json with these values, of this folder, or None."""
-    key = _key(raw)
-    for place in (folder, None):
-        with suppress(OSError, ValueError):
-            kept = _read(key, _Kept, place)
-            config = SimpleNamespace(**kept.config)
-            return KnownConfig(key, folder, config, kept.shape, kept.expected)
     return None
 
 
@@ -101,7 +87,7 @@ def keep(
 ) -> None:
     """Keep what transformers said of a config that is supported, in the cache or another folder."""
     own = {name: getattr(config, name, None) for name in _CONFIG_KEYS}
-    _write(_key(raw), _Kept(own, shape.shape_of(config), expected), place)
+    _write(_key(raw), KnownConfig(own, shape.shape_of(config), expected), place)
 
 
 def keep_ropes(

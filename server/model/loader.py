@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -226,11 +227,12 @@ class ModelFolder:
 
     def ropes(self, num_positions: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """(cos, sin) of shape.rope_tables, kept for the next start."""
-        tables = None if self.known is None else self.known.ropes(num_positions)
+        raw, shape = _raw_config(self.path), self.shape()
+        tables = known_config.find_ropes(raw, shape, num_positions, self.path)
         if tables is None:
             config = self.config if self.known is None else _config(self.path)
-            tables = rope_tables(config, self.shape(), num_positions)
-            known_config.keep_ropes(_raw_config(self.path), tables)
+            tables = rope_tables(config, shape, num_positions)
+            known_config.keep_ropes(raw, tables)
         return tables
 
     @property
@@ -286,7 +288,7 @@ def open_model(
 def _open(path: Path, adapter: str | Path | None, remembers: bool) -> ModelFolder:
     raw = _raw_config(path)
     known = known_config.find(raw, path) if remembers and adapter is None else None
-    config: Any = _config(path) if known is None else known.config
+    config: Any = _config(path) if known is None else SimpleNamespace(**known.config)
     eos = [getattr(config, "eos_token_id", None)]
     is_own = known is not None or not is_generic(raw)
     wrappers = family_of(raw).wrappers if is_own else WRAPPERS

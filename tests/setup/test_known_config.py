@@ -63,7 +63,7 @@ def test_what_is_kept_is_what_transformers_says(family: str) -> None:
     assert known is not None
     assert known.shape == shape_of(config)
     assert known.expected == expected
-    assert known.config.vocab_size == config.vocab_size
+    assert known.config["vocab_size"] == config.vocab_size
     assert known_config.find({"family": "another"}) is None
 
 
@@ -114,7 +114,7 @@ def test_damaged_files_are_made_anew_and_weights_are_checked_all_the_same(tmp_pa
     (ropes,) = (tmp_path / "cache" / "configs").glob("*.ropes")
     ropes.write_bytes(ropes.read_bytes()[:-4] + b"\0\0\xc0\x7f")
     again = open_model(folder, remembers=True)
-    assert again.known is not None and again.known.ropes(64) is None
+    assert again.known is not None and again.ropes(64)[0].flags.owndata
     (kept,) = (tmp_path / "cache" / "configs").glob("*.json")
     plain = json.loads(kept.read_bytes().partition(b"\n")[2])
     plain["expected"]["model.norm.weight"] = [33]

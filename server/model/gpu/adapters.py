@@ -27,11 +27,11 @@ reference of the kernel in triton_kernels.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,32 +63,16 @@ SPAN_ROWS = 16
 SPAN_FIELDS = 3
 
 
-class Grouped(Protocol):
-    """One grouped product: row r of a span of place p becomes x[r] @ w[p], written to y or, with
-    `adds`, added to it and rounded once; other rows are left alone.
+Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+"""One grouped product (x, spans, w, y, adds): row r of a span of place p becomes x[r] @ w[p],
+written to y or, with `adds`, added to it and rounded once; other rows are left alone.
 
-    x: [R, K]. spans: int32 [n, SPAN_FIELDS], of lora_spans. w: [P, K, N] of any strides. y: [R, N].
-    x and y may be strided except in their last dimension.
-    """
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        spans: torch.Tensor,
-        w: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        adds: bool = False,
-    ) -> None: ...
+x: [R, K]. spans: int32 [n, SPAN_FIELDS], of lora_spans. w: [P, K, N] of any strides. y: [R, N].
+x and y may be strided except in their last dimension."""
 
 
 def grouped_torch(
-    x: torch.Tensor,
-    spans: torch.Tensor,
-    w: torch.Tensor,
-    y: torch.Tensor,
-    *,
-    adds: bool = False,
+    x: torch.Tensor, spans: torch.Tensor, w: torch.Tensor, y: torch.Tensor, adds: bool
 ) -> None:
     """Grouped in plain torch, span by span: the reference. The host waits for the spans."""
     for first, num, place in spans.tolist():
@@ -205,8 +189,8 @@ class LoraBank:
         x, y, table = given[0].flatten(0, -2), result.flatten(0, -2), self._tables[name]
         shape = x.shape[0], table.a.shape[2]
         t = torch.empty(shape, dtype=torch.float32, device=x.device)
-        self._product(x, self.spans, table.a, t)
-        self._product(t, self.spans, table.b, y, adds=True)
+        self._product(x, self.spans, table.a, t, False)
+        self._product(t, self.spans, table.b, y, True)
 
     def make_room(self, folders: Iterable[str], most: int) -> None:
         """Tables for `most` adapters in the lowest places, each as large as the largest of these

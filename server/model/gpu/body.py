@@ -313,9 +313,7 @@ class BodyRun:
             arrays["token_ids"] = np.where(ids < num, ids, 0).astype(np.int32)  # 0: not the base's
         if self.embedding is not None:
             arrays["embeds"] = gathered(self.embedding, arrays["token_ids"])
-            if own is not None:
-                arrays["embeds"][own[0]] = own[1]
-        elif own is not None:
+        if own is not None:
             arrays["is_own"] = np.isin(np.arange(batch.num_rows), own[0])
             arrays["own_embeds"] = np.zeros((batch.num_rows, own[1].shape[1]), own[1].dtype)
             arrays["own_embeds"][own[0]] = own[1]
@@ -380,11 +378,8 @@ class BodyRun:
         if self.states is not None:
             items = DeltaItems(tensors["items"], tensors["lines"])
             recur = partial(self.states.recur, items, step.slots, self.cache.inputs)
-        embeds = None
-        if self.embedding is not None:
-            embeds = tensors["embeds"].view(self.embedding.dtype)
         forward = partial(
-            self._forward, tensors["token_ids"], embeds, tensors.get("adapters"),
+            self._forward, tensors["token_ids"], tensors.get("embeds"), tensors.get("adapters"),
             (tensors["is_own"], tensors["own_embeds"]) if "own_embeds" in tensors else None,
             paged.PagedStep(self.cache, attention, step, recur),
         )  # fmt: skip
@@ -409,15 +404,16 @@ class BodyRun:
         """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing.
 
         token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
-        memory, in their place, own ones among them; None where the table is on the device.
-        adapters: int32 [n, 3], lora_spans of the step, None in a step without adapters. own: bool
-        [R], which rows have an adapter's own, and [R, hidden_size], these; None where none has, or
-        they are among the embeds. step: with its rows.
+        memory, as transfers.gathered has them; None where the table is on the device. adapters:
+        int32 [n, 3], lora_spans of the step, None in a step without adapters. own: bool [R], which
+        rows have an adapter's own, and [R, hidden_size], these; None where none has. step: with its
+        rows.
         """
         if self.adapters is not None:
             self.adapters.spans = adapters
+        embeds = None if embeds is None else embeds.view(self._table.dtype)
         if own is not None:
-            rows = self._table.index_select(0, token_ids)
+            rows = self._table.index_select(0, token_ids) if embeds is None else embeds
             embeds = torch.where(own[0][:, None], own[1].view(rows.dtype), rows)
         given: dict[str, torch.Tensor]
         if embeds is None:

@@ -142,12 +142,6 @@ class TorchSlices:
         self._pool = self._rows_for(0)
         self._views: dict[int, SliceView] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of copied head rows on the device, rounded-up rows included."""
-        tables = [rows for rows, _ in self._tables.values()]
-        return sum(rows.weight.nbytes for rows in (self._pool, *tables))
-
     # -- head rows --------------------------------------------------------------------------
 
     def load_table(self, table: int, token_ids: Int32) -> None:

@@ -439,12 +439,7 @@ def block_k(dtype: torch.dtype) -> int:
 
 
 def grouped_triton(
-    x: torch.Tensor,
-    spans: torch.Tensor,
-    w: torch.Tensor,
-    y: torch.Tensor,
-    *,
-    adds: bool = False,
+    x: torch.Tensor, spans: torch.Tensor, w: torch.Tensor, y: torch.Tensor, adds: bool
 ) -> None:
     """adapters.Grouped by the kernel above."""
     size, outputs = w.shape[1:]

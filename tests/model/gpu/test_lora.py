@@ -117,8 +117,8 @@ def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
         (grouped_torch, spans), (grouped_triton, spans), (grouped_triton, spans[1:2])
     ):  # fmt: skip
         t, out = torch.zeros(24, 16, device=device), y.clone()
-        product(x, given, a, t)
-        product(t, given, b, out, adds=True)
+        product(x, given, a, t, False)
+        product(t, given, b, out, True)
         results.append((t, out))
     for want, got in zip(*results[:2], strict=True):
         torch.testing.assert_close(got, want, rtol=atol, atol=atol)
