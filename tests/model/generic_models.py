@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 from transformers import PreTrainedModel
 
-from tests.model.families import MIXED, WINDOW, own, own_copy
+from tests.model.families import MIXED, WINDOW, Maker, own, own_copy
 
 of = partial(own, hidden_size=64, head_dim=16)
 """A maker of a model by its class name, as families.own."""
 
 
-GENERIC: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
+GENERIC: dict[str, tuple[str, Maker]] = {
     "apertus": ("Apertus", of("ApertusForCausalLM", rope_parameters={"rope_theta": 1e4})),
     "arcee": ("Arcee AFM 4.5B", of("ArceeForCausalLM")),
     "cohere": ("Command R", of("CohereForCausalLM")),

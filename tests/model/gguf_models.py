@@ -1,5 +1,6 @@
-"""Small random models of every family that GGUF files exist of, written as llama.cpp's converter
-writes them (convert_hf_to_gguf.py): its metadata keys, its order of rows, its names of tensors."""
+"""Small random models of every family that GGUF files exist of, and of the generic path's, written
+as llama.cpp's converter writes them (convert_hf_to_gguf.py): its metadata keys, its order of rows,
+its names of tensors."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from tokenizers import pre_tokenizers
 
 from tests.model.cpu.integers.cases import ggml_rows
 from tests.model.families import FAMILIES, GRANITE, LLAMA3, MAX_LEN, WINDOW, randomised
+from tests.model.generic_models import GENERIC
 
 VOCAB_SIZE = 320
 
@@ -71,9 +73,9 @@ class GgufModel:
         return randomised(model_class(config), zero_norms=bool(self.norms))
 
 
-def like(family: str, kind: str, changes: dict[str, Any], **how: Any) -> GgufModel:
-    """As families.py has the family, but for some changes. how: of GgufModel."""
-    maker = FAMILIES[family]
+def like(name: str, kind: str, changes: dict[str, Any], **how: Any) -> GgufModel:
+    """As the tests' models have it, but for some changes. how: of GgufModel."""
+    maker = FAMILIES[name] if name in FAMILIES else GENERIC[name][1]
     return GgufModel(maker.architecture, kind, maker.changes | changes, **how)
 
 
@@ -267,6 +269,80 @@ MODELS: dict[str, GgufModel] = {
     "exaone4": like("exaone4", "exaone4", {}, about=_exaone4),
     "glm4": like("glm4", "glm4", {}, about=_glm4),
     "lfm2": like("lfm2", "lfm2", {"intermediate_size": 144, "block_multiple_of": 32}, about=_lfm2),
+}
+"""By model_type."""
+
+
+# --- models of the generic path -------------------------------------------------------------------
+
+
+_NETS = [*["linear_attention"] * 3, _FULL]
+
+
+def _qwen35(writer: Writer, config: Any) -> None:
+    writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config.head_dim * share))
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    if config.layer_types != _NETS:  # newer files have the list
+        recurrent = [kind == _NETS[0] for kind in config.layer_types]
+        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+    writer.add_full_attention_interval(4)
+
+
+def _phi2(writer: Writer, config: Any) -> None:
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(share * config.hidden_size) // config.num_attention_heads)
+
+
+def _delta_net(config: Any, part: str, values: np.ndarray) -> np.ndarray:
+    """_LinearAttentionVReorderBase: value head j of key head i comes to place j * key heads + i."""
+    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    order = np.arange(heads).reshape(keys, -1).T.ravel()
+    dim = config.linear_value_head_dim
+    wide = (order[:, None] * dim + np.arange(dim)).ravel()
+    behind = 2 * keys * config.linear_key_head_dim
+    if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
+        values = values[order]
+    elif part == "in_proj_z.weight":
+        values = values[wide]
+    elif part in ("in_proj_qkv.weight", "conv1d.weight"):
+        values = values[np.concatenate((np.arange(behind), behind + wide))]
+    elif part == "out_proj.weight":
+        values = values[:, wide]
+    return -np.exp(values) if part == "A_log" else values
+
+
+OF_GENERIC: dict[str, GgufModel] = {
+    "gemma": GgufModel("GemmaForCausalLM", "gemma", {"head_dim": 32}, norms=1.0),
+    "phi": GgufModel(
+        "PhiForCausalLM",
+        "phi2",
+        {
+            "intermediate_size": 256,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        about=_phi2,
+    ),
+    "qwen3_5_text": like(
+        "qwen3_5_text",
+        "qwen35",
+        {"num_hidden_layers": 4, "layer_types": _NETS, "linear_num_value_heads": 6},
+        norms=1.0,
+        about=_qwen35,
+        of_nets=_delta_net,
+    ),
+    "starcoder2": GgufModel(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        {"sliding_window": WINDOW},
+        about=lambda writer, config: writer.add_sliding_window(config.sliding_window),
+    ),
 }
 """By model_type."""
 

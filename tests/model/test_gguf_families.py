@@ -19,10 +19,9 @@ from server.model.gguf_file import GgufWeights
 from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
 from server.types import EngineSizes, SamplingParams
-from tests.model import gguf_generic_models as generic
 from tests.model.batches import BatchBuilder, Pages, draw_params, run
 from tests.model.families import served, tokens, truth
-from tests.model.gguf_models import MODELS, VOCAB_SIZE, finish, write
+from tests.model.gguf_models import MODELS, OF_GENERIC, VOCAB_SIZE, finish, write
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -92,10 +91,10 @@ def test_greedy_ids_are_the_likeliest_allowed_of_all_logits(
     assert got == want
 
 
-@pytest.mark.parametrize("name", list(generic.MODELS))
+@pytest.mark.parametrize("name", list(OF_GENERIC))
 def test_a_file_of_a_generic_model_is_served_from_floats(name: str, tmp_path: Path) -> None:
     """Gemma 1's file is in floats, the others' are quantised."""
-    model = generic.MODELS[name]
+    model = OF_GENERIC[name]
     module = model.build()
     form = "F32" if name == "gemma" else "Q8_0"
     if form == "Q8_0":
@@ -113,7 +112,7 @@ def test_a_file_of_a_generic_model_is_served_from_floats(name: str, tmp_path: Pa
 
 
 def test_layers_of_qwen35_that_draft_are_left_out(tmp_path: Path) -> None:
-    model = generic.MODELS["qwen3_5_text"]
+    model = OF_GENERIC["qwen3_5_text"]
     module = model.build()
     extra = {"blk.4.nextn.enorm.weight": 64, "blk.4.attn_norm.weight": 64}
     write(model, module, tmp_path / "m.gguf", extra=extra)
@@ -125,7 +124,7 @@ def test_layers_of_qwen35_that_draft_are_left_out(tmp_path: Path) -> None:
 
 
 def test_every_generic_architecture_that_is_read_has_a_model() -> None:
-    assert {model.kind for model in generic.MODELS.values()} == set(BY_TRANSFORMERS)
+    assert {model.kind for model in OF_GENERIC.values()} == set(BY_TRANSFORMERS)
 
 
 def _metadata(path: Path, kind: str, **changes: Any) -> None:
