@@ -7,7 +7,6 @@ every family to transformers, cpu/test_bits.py chunks, trees and forks to a plai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,10 +43,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def cases(family: str) -> Iterator[RowCases]:
-    runner = runner_over(finish_module(families.build(family)))
-    yield against(runner, families.build(family))
-    runner.close()
+def cases(family: str) -> RowCases:
+    return against(runner_over(finish_module(families.build(family))), families.build(family))
 
 
 def test_whole_prefill_of_models_that_attend(cases: RowCases) -> None:

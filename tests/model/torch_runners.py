@@ -25,7 +25,8 @@ SIZES: dict[str, Any] = {
 
 
 def runner_over(module: Any, **options: Any) -> TorchRunner:
-    """Its device and ids are the module's, unless they are given."""
+    """Its device and ids are the module's, unless they are given. On a CPU there is nothing to
+    close."""
     own = {"vocab_size": module.config.vocab_size, "dtype": str(module.dtype)}
     model, sizes = (
         {name: options.pop(name) for name in names if name in options}

@@ -145,7 +145,6 @@ def test_a_runner_with_kernels_is_the_torch_runner(
                 np.concatenate([all_logprobs(d, families.VOCAB_SIZE) for d in drawn]),
             )
         )
-        runner.close()
     np.testing.assert_array_equal(results[1][0], results[0][0])
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=0, atol=1e-4)
     keys = [GraphKey(rows, 4) for rows in (4, 8, 8)]
@@ -202,5 +201,4 @@ def test_a_step_is_one_upload_and_one_replay(monkeypatch: pytest.MonkeyPatch) ->
             assert run(runner, tree.build()).token_ids.tolist() == ids[-1]
             assert len(graphs.keys) == 6
         found.append(ids)
-        runner.close()
     assert found[0] == found[1]

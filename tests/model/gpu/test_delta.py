@@ -57,7 +57,6 @@ def test_rows_have_transformers_logits_and_a_lost_state_is_replayed(
         cases.tree(3)
     cases.neighbours()
     cases.tree(15)
-    made.close()
 
 
 def test_drafts_shared_blocks_and_preemption_change_no_text() -> None:
@@ -72,7 +71,6 @@ def test_drafts_shared_blocks_and_preemption_change_no_text() -> None:
         preempted += engine.scheduler.num_preemptions
         assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
     assert preempted > 0
-    made.close()
 
 
 def test_a_step_may_run_twice_and_a_failed_one_leaves_nothing() -> None:

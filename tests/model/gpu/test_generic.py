@@ -22,7 +22,6 @@ def test_logits_are_those_of_transformers_in_chunks_and_trees(name: str) -> None
     cases = against(runner, build(name))
     cases.chunks(60, 37)
     cases.tree(14)
-    runner.close()
 
 
 def test_what_cannot_run_there_is_refused() -> None:

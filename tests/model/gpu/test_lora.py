@@ -78,8 +78,6 @@ def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
     for ask in (generic.check_adapter, generic.pack_adapter):
         with pytest.raises(UnsupportedModelError, match=r"no family.*merged"):
             ask(str(tmp_path / "plain"))
-    runner.close()
-    generic.close()
 
 
 def test_spans_cover_the_rows_of_adapters_and_no_others() -> None:
@@ -165,5 +163,3 @@ def test_a_graph_is_replayed_with_other_adapters(tmp_path: Path) -> None:
     assert graphs.keys == [GraphKey(4, 1, has_adapters=True)] * 3
     prompt_logprobs(runner, [tokens(3, 1)], None)
     assert graphs.keys[-1] == GraphKey(4, 1)
-    runner.close()
-    plain.close()

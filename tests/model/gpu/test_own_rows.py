@@ -113,8 +113,6 @@ def test_rows_have_the_tokens_of_their_adapter_alone(
         assert want.shape[1] == V + OWN[own]
         assert not np.allclose(want[:, :V], np.stack(base), rtol=0, atol=1e-2)
         np.testing.assert_allclose(np.stack(rows), want, rtol=0, atol=2e-4)
-    runner.close()
-    bare.close()
 
 
 @needs_peft
@@ -174,7 +172,6 @@ def test_ids_that_a_request_does_not_have_are_refused(llama_s: Path) -> None:
     runner.hold_adapter(1, runner.pack_adapter(str(llama_s / "0")))
     with pytest.raises(ValueError, match="outside the vocabulary"):
         prompt_logprobs(runner, [[V]], [1])
-    runner.close()
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -238,7 +235,6 @@ def test_the_texts_are_the_cpu_path_s_with_and_without_drafts(llama_s: Path) -> 
     for drafter in (None, liar_drafter(3, known, V)):
         runner = made("llama", None)
         assert texts(runner, llama_s, asked, drafter) == want
-        runner.close()
 
 
 def decoded(places: Sequence[int], **settings: Any) -> Batch:
@@ -272,5 +268,3 @@ def test_graphs_are_replayed_with_own_rows(tmp_path: Path) -> None:
         assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
     assert graphs.keys == [GraphKey(4, 1, has_adapters=True, has_own_rows=True)] * 2
     assert graphs.num_captured == 1
-    runner.close()
-    plain.close()

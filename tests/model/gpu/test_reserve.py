@@ -90,7 +90,6 @@ def test_a_resized_runner_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         assert runner.info.num_blocks > 16
         runner.warm_up()
         assert drawn(runner) == want
-        runner.close()
 
 
 def test_a_step_that_cannot_run_ends_the_start() -> None:
@@ -124,8 +123,6 @@ def test_adapters_tables_are_there_before_the_adapters(tmp_path: Path) -> None:
     before = graphs.num_forgotten
     runner.hold_adapter(4, runner.pack_adapter(folders[0]))
     assert (before, graphs.num_forgotten) == (0, 1)
-    runner.close()
     generic = runner_over(module_of("gpt2"))
     generic.take_room(folders, 3)
     assert body_of(generic).adapters is None
-    generic.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,10 +38,8 @@ def make(family: str = "llama", **options: Any) -> TorchRunner:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[TorchRunner]:
-    made = make()
-    yield made
-    made.close()
+def runner() -> TorchRunner:
+    return make()
 
 
 def test_nan_logits_are_reported_by_the_draw() -> None:
@@ -55,7 +52,6 @@ def test_nan_logits_are_reported_by_the_draw() -> None:
     builder.draw(row, builder.add_params(draw_params(SamplingParams(seed=1))))
     problems = run(made, builder.build()).problems
     assert [*problems] == [0, 1] and all("NaN" in problem for problem in problems.values())
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +101,6 @@ def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
     with pytest.raises(RuntimeError, match="in flight"):
         made.warm_up()
     assert made.wait().token_ids.tolist() == [int(truth(families.build("llama"), ids)[-1].argmax())]
-    made.close()
 
 
 def test_life_cycle() -> None:
@@ -351,4 +346,3 @@ def test_layers_in_eight_bits_are_near_and_rounded_once() -> None:
     assert all(part.in_features % 16 or part.out_features % 16 for part in left)
     assert sum(isinstance(part, Float8Linear) for part in module.modules()) > len(left)
     assert head_of(made).weight.dtype == torch.float32
-    made.close()

@@ -73,11 +73,9 @@ def make(
     scope="module",
     params=["llama-device", "gemma3-device", "gemma3-cpu", "gemma2-stream"],
 )
-def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
+def runner(request: pytest.FixtureRequest) -> TorchRunner:
     family, place = str(request.param).split("-")
-    made = make(families.build(family), place, name=family)
-    yield made
-    made.close()
+    return make(families.build(family), place, name=family)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +118,6 @@ def test_slabs_change_nothing() -> None:
     for way in itertools.product((1 << 29, 30_000, 1), ("device", "stream")):
         made = make(families.build("gemma3"), way[1], head_bytes=way[0])
         found[way] = run(made, replace(batch, slices=tuple(make_slices(made))))
-        made.close()
     want = found[1 << 29, "device"]
     for other in found.values():
         assert_equal(other, want, 2e-4)
@@ -172,7 +169,6 @@ def test_rows_are_replaced_while_sequences_run() -> None:
     runner.load_table(2, tables[1])
     with pytest.raises(ValueError, match="table 1 is loaded already"):
         runner.load_table(1, tables[1])
-    runner.close()
 
 
 def test_where_the_device_has_no_room_it_is_told_in_the_engine_s_words(
@@ -194,7 +190,6 @@ def test_where_the_device_has_no_room_it_is_told_in_the_engine_s_words(
             with pytest.raises(MemoryError, match="full"):
                 ask()
     runner.load_table(0, ids)
-    runner.close()
 
 
 def test_rows_are_copied_beside_the_step_and_what_reads_them_waits(
@@ -340,7 +335,6 @@ def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: A
         assert drawn.token_ids[d] == sampling.draw(logits.numpy(), params, 5, [])
     want = torch.log_softmax(logits, 0)  # which, too, knows nothing of padding
     np.testing.assert_allclose(all_logprobs(drawn, 128)[0], want, atol=2e-4)
-    runner.close()
 
 
 # -- a real engine -------------------------------------------------------------------------------
@@ -371,5 +365,4 @@ def test_exact_is_full_and_a_slice_s_text_is_its_own(family: str, place: str) ->
         assert_same(got, want | alone, 2e-4)
         num_sliced += len(alone)
         missed += sum(v.num_missed for result in got.values() for v in result.vocabulary)
-    runner.close()
     assert missed > 10 and preempted > 0 and num_sliced > 1

@@ -105,4 +105,3 @@ def test_nothing_is_compiled_or_captured_after_warming_up(
     _serve(runner)
     assert not programs - before
     assert graphs.num_captured == captured
-    runner.close()
