@@ -4,7 +4,7 @@ writes it anew."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,39 @@ BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
 OTHERS, OTHERS_END = "<!-- generic -->\n", "<!-- /generic -->"
 
 
-def _params(test: Any) -> set[str]:
-    """The models that a test is parametrized over, as transformers names them."""
+def _models(*tests: Any) -> set[str]:
+    """The models that tests are parametrized over, as transformers names them."""
     kinds = ("family", "name", "runner")
-    (names,) = [mark.args[1] for mark in test.pytestmark if mark.args[0] in kinds]
-    return {families.model_type(name) for name in names}
+    marks = [mark for test in tests for mark in test.pytestmark if mark.args[0] in kinds]
+    assert len(marks) == len(tests)
+    return {families.model_type(name) for mark in marks for name in mark.args[1]}
 
 
-COLUMNS: dict[str, Callable[[], set[str]]] = {
-    "CUDA": lambda: {families.model_type(name) for name in test_hf_equality.FAMILIES},
-    **dict.fromkeys(("drafts", "slices", "exact"), lambda: _params(test_family_engines)),
-    **dict.fromkeys(
-        ("CPU", "adapters"),
-        lambda: _params(
-            test_families.test_a_saved_model_of_every_family_is_served_and_an_adapter_merged
+@cache
+def columns() -> dict[str, set[str]]:
+    """What the tests run of which models."""
+    served = _models(
+        test_families.test_a_saved_model_of_every_family_is_served_and_an_adapter_merged
+    )
+    engines = _models(test_family_engines, cpu_generic.test_drafts_slices_and_exact_change_no_bit)
+    return {
+        "CPU": served | set(GENERIC),
+        "CUDA": {families.model_type(name) for name in test_hf_equality.FAMILIES}
+        | _models(gpu_generic.test_logits_are_those_of_transformers_in_chunks_and_trees),
+        **dict.fromkeys(("drafts", "slices", "exact"), engines),
+        "adapters": served
+        | _models(cpu_generic.test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model),
+        "GGUF": _models(
+            test_gguf_families.test_a_file_gives_transformers_logits_in_both_forms,
+            test_gguf_families.test_a_file_of_a_generic_model_is_served_from_floats,
         ),
-    ),
-    "GGUF": lambda: _params(test_gguf_families.test_a_file_gives_transformers_logits_in_both_forms),
-}
+    }
 
 
-def _runs(name: str, columns: dict[str, Callable[[], set[str]]]) -> str:
+def _runs(name: str) -> str:
     """What the tests run of a model, in words: "all" or the names of columns."""
-    found = [column for column, models in columns.items() if name in models()]
-    return "all" if len(found) == len(columns) else ", ".join(found)
+    found = [column for column, models in columns().items() if name in models]
+    return "all" if len(found) == len(columns()) else ", ".join(found)
 
 
 def table() -> str:
@@ -53,31 +62,15 @@ def table() -> str:
     lines = ["| Family | class | tests run | weights |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
         known, weights = ", ".join(family.known_as), family.real_weights or "-"
-        lines.append(f"| {known} | `{family.architecture}` | {_runs(name, COLUMNS)} | {weights} |")
+        lines.append(f"| {known} | `{family.architecture}` | {_runs(name)} | {weights} |")
     return "\n".join(lines) + "\n"
-
-
-OTHER_COLUMNS: dict[str, Callable[[], set[str]]] = {
-    "CPU": lambda: set(GENERIC),
-    "CUDA": lambda: _params(gpu_generic.test_logits_are_those_of_transformers_in_chunks_and_trees),
-    **dict.fromkeys(
-        ("drafts", "slices", "exact"),
-        lambda: _params(cpu_generic.test_drafts_slices_and_exact_change_no_bit),
-    ),
-    "adapters": lambda: _params(
-        cpu_generic.test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model
-    ),
-    "GGUF": lambda: _params(
-        test_gguf_families.test_a_file_of_a_generic_model_is_served_from_floats
-    ),
-}
 
 
 def others() -> str:
     """The models of the generic path and what the tests run of each, as Markdown."""
     lines = ["| Models | class | tests run |", "|---|---|---|"]
     for name, (known, make) in GENERIC.items():
-        lines.append(f"| {known} | `{type(make()).__name__}` | {_runs(name, OTHER_COLUMNS)} |")
+        lines.append(f"| {known} | `{type(make()).__name__}` | {_runs(name)} |")
     return "\n".join(lines) + "\n"
 
 
