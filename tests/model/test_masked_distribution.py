@@ -9,7 +9,6 @@ texts. Seeds are fixed, so that no run differs; a right sampler would fail one o
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -105,25 +104,14 @@ def enumerated(compiler: GrammarCompiler, spec: GrammarSpec, of: Logits, eos: in
 
 
 def last_logits(module: Any, prompt: Path_) -> Logits:
-    """transformers' own, behind the prompt and each of some texts, whose beginnings were asked for
-    before: a forward is of their last ids alone."""
-    with torch.no_grad():
-        begun = module(torch.tensor([prompt]), logits_to_keep=1, use_cache=True)
-    texts_and_keys: tuple[tuple[Path_, ...], Any] = ((),), begun.past_key_values
-    kept = {0: texts_and_keys}
+    """transformers' own, behind the prompt and each of some texts of one length."""
 
     @cache
     def logits(texts: tuple[Path_, ...]) -> torch.Tensor:
         if not texts:
             return torch.empty(0)
-        if texts == ((),):
-            return begun.logits[:, -1]
-        shorter, keys = kept[len(texts[0]) - 1]
-        keys = copy.deepcopy(keys)
-        keys.batch_select_indices(torch.tensor([shorter.index(text[:-1]) for text in texts]))
         with torch.no_grad():
-            told = module(torch.tensor([text[-1:] for text in texts]), past_key_values=keys)
-        kept[len(texts[0])] = texts, keys
+            told = module(torch.tensor([[*prompt, *text] for text in texts]), logits_to_keep=1)
         rows: torch.Tensor = told.logits[:, -1]
         return rows
 
