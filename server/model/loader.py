@@ -455,22 +455,13 @@ def build_module(
 
 
 def finish_module(module: nn.Module, num_positions: int = 0) -> nn.Module:
-    """Adapt a module's body to our own head and sampler; for TorchRunner only.
+    """Make a module's rotation the same for all positions; for TorchRunner only.
 
-    - Logits that a family divides (Granite): the final states are divided, so that our head needs
-      not know. transformers' own head would divide twice from now on.
-    - longrope (Phi): for all positions the short factors, or the long ones where num_positions, the
-      length that was asked for, is beyond the original context (families.position_limit); looking
-      at the positions would stop the host at every step.
+    longrope (Phi) has the short factors, or the long ones where num_positions, the length that was
+    asked for, is beyond the original context (families.position_limit): looking at the positions
+    would stop the host at every step.
     """
-    config: Any = module.config
-    if is_generic(config):
-        return module
-    shape = shape_of(config)
-    if shape.logit_divisor != 1.0:
-        norm = module.get_submodule(shape.names.final_norm)
-        norm.register_forward_hook(lambda _, __, states: states / shape.logit_divisor)
-    rotary: Any = getattr(module.get_submodule("model"), "rotary_emb", None)
+    rotary: Any = getattr(module.base_model, "rotary_emb", None)
     if getattr(rotary, "rope_type", None) == "longrope":
         last = max(num_positions, 1) - 1
         rotary(rotary.inv_freq, rotary.inv_freq.new_full((1, 1), last).long())

@@ -36,7 +36,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.engine.batch import Batch
-from server.model.families import FAMILIES
+from server.model.families import FAMILIES, logit_scale
 from server.model.gpu import attention as paged
 from server.model.gpu.adapters import Grouped, LoraBank, grouped_torch, lora_spans
 from server.model.gpu.attention import Kept, KvCache
@@ -281,6 +281,7 @@ class BodyRun:
         # Gemma's scale, rounded as transformers' own embedding does.
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
+        self._factor = logit_scale(module.config)
         self.embedding = embedding
         nets = delta_nets(module)
         self._taps = sizes.conv_taps
@@ -401,7 +402,8 @@ class BodyRun:
         own: tuple[torch.Tensor, torch.Tensor] | None,
         step: paged.PagedStep,
     ) -> torch.Tensor:
-        """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing.
+        """Last hidden states [R, hidden_size], after the final norm, times what their logits are
+        scaled by: the head need not know. Queues work, syncs nothing.
 
         token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
         memory, as transfers.gathered has them; None where the table is on the device. adapters:
@@ -421,7 +423,9 @@ class BodyRun:
         else:
             embeds = embeds if self._scale is None else embeds * self._scale
             given = {"inputs_embeds": embeds[None]}
-        return self._holder.run(self._body, step, **given, position_ids=step.rows.positions[None])
+        positions = step.rows.positions[None]
+        hidden = self._holder.run(self._body, step, **given, position_ids=positions)
+        return hidden if self._factor == 1.0 else hidden * self._factor
 
     def steps(self) -> tuple[int, int, int]:
         """Steps since the start: replayed, captured first, and without a graph."""

@@ -48,13 +48,6 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     model.config.pad_token_id = None  # GPT-2 asks the device whether a text ends with it
     if nets:
         place_attention(model.base_model)
-    if found.factor != 1.0:  # the last states times what their logits are scaled by
-
-        def scale(_module: Any, _args: Any, result: Any) -> Any:
-            result.last_hidden_state = result.last_hidden_state * found.factor
-            return result
-
-        model.base_model.register_forward_hook(scale)
     num, device, dtype = ids.shape[1], ids.device, next(module.parameters()).dtype
     info = ModelInfo("probe", num_token_ids, num, (), 1, num, str(device), "", "", 1, num)
     token_ids = ids[0].to("cpu", torch.int32).numpy()
