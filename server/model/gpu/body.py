@@ -71,13 +71,6 @@ def kept_by(module: Any) -> Kept:
     return Kept(shape.num_layers - num, shape.num_kv_heads, shape.head_dim, num, width)
 
 
-def place_attention(body: Any) -> None:
-    """Number the layers that attend, among others that do not, by their place in our cache."""
-    attending = [part for part in body.layers if hasattr(part, "self_attn")]
-    for place, layer in enumerate(attending):
-        layer.self_attn.layer_idx = place
-
-
 class Float8Linear(nn.Module):
     """A linear layer in 8 bits: e4m3 with a scale for each output, times rows that are rounded to
     e4m3 with a scale each, by torch's scaled product (on CUDA cuBLASLt's, which gives bfloat16)."""
@@ -288,8 +281,11 @@ class BodyRun:
         self.states: DeltaStates | None = None
         if nets:
             self.states = DeltaStates(nets, info.max_num_seqs, info.block_size, rule, device)
-        if put_in_place(self._body, "Lfm2ShortConv", PagedConvolution):
-            place_attention(self._body)
+        if put_in_place(self._body, "Lfm2ShortConv", PagedConvolution) or nets:
+            body: Any = self._body
+            attending = [part for part in body.layers if hasattr(part, "self_attn")]
+            for place, layer in enumerate(attending):
+                layer.self_attn.layer_idx = place  # in our cache, among others that do not attend
         self._holder = StepHolder(module)
         self.adapters: LoraBank | None = None
         if sizes.family in FAMILIES:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from server.model.gpu.body import BodyRun, place_attention
+from server.model.gpu.body import BodyRun
 from server.model.gpu.device import warm_up_batch
 from server.model.gpu.transfers import Upload
 from server.model.inspection import (
@@ -41,13 +41,11 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     ids = probe_ids(num_token_ids).to(next(module.parameters()).device)
     found = inspected(module, ids)
     with failing_as_refusal(module):
-        nets = replace_delta_nets(model.base_model)
+        replace_delta_nets(model.base_model)
     # A config may name fewer KV heads than its model computes; the cache reads these.
     sizes = heads_asked_for(module, StepHolder(module), ids, found)
     model.config.num_key_value_heads, model.config.head_dim = sizes[1:]
     model.config.pad_token_id = None  # GPT-2 asks the device whether a text ends with it
-    if nets:
-        place_attention(model.base_model)
     num, device, dtype = ids.shape[1], ids.device, next(module.parameters()).dtype
     info = ModelInfo("probe", num_token_ids, num, (), 1, num, str(device), "", "", 1, num)
     token_ids = ids[0].to("cpu", torch.int32).numpy()
