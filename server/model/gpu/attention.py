@@ -34,6 +34,7 @@ import numpy.typing as npt
 import torch
 
 from server.engine.batch import Batch, Int32
+from server.model.gpu.lm_head import soft_capped
 from server.model.interface import Call
 
 
@@ -419,8 +420,7 @@ class TorchAttention:
             mask = seen[:, None, None]
             q = query[rows].float().reshape(own.shape[0], num_kv_heads, -1, head_dim)
             score = torch.einsum("nkgd,nlkd->nkgl", q, keys[slots].float()).mul_(call.scaling)
-            if call.cap:
-                score = score.div_(call.cap).tanh_().mul_(call.cap)
+            score = soft_capped(score, call.cap)
             score.masked_fill_(~mask, float("-inf"))
             # A row without any key (padding) gets zeros, not NaN.
             share = torch.softmax(score, dim=-1).masked_fill_(~mask, 0.0)
