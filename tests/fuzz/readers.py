@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import os
@@ -16,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import yaml
@@ -748,49 +746,20 @@ class _RefusedError(Exception):
     """An answer of 4xx."""
 
 
-class _App:
-    """The application with an engine that always says the same, and its event loop: of the process
-    in which it is first asked."""
+@functools.cache
+def _server(_process: int) -> Any:
+    """A server with an engine that always says the same, of the process that asks first."""
+    from tests.api.live import LiveServer
+    from tests.fakes.scripted_engine import ScriptedEngine, saying
 
-    def __init__(self) -> None:
-        from server.api.app import create_app
-        from server.api.engines.client import EngineClient, EngineSpec
-        from server.config import ServerConfig
-        from server.metrics import Metrics
-        from tests.api.live import DRAFTERS, PLAIN_TASK, served
-        from tests.fakes.scripted_engine import ScriptedEngine, saying
-
-        engine = ScriptedEngine(saying([260, 261, 262]))
-        spec = EngineSpec(engine.name, "tiny", "cpu", engine.factory)
-        self._runner = asyncio.Runner()
-        self._client = EngineClient([spec], metrics=Metrics())
-        app = create_app(
-            ServerConfig(), tasks={PLAIN_TASK.name: PLAIN_TASK}, models={"tiny": served()},
-            client=self._client, drafters=DRAFTERS, task_admin=None, traces=None,
-        )  # fmt: skip
-        self._http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://tiny"
-        )
-        self._runner.run(self._start())
-
-    async def _start(self) -> None:
-        await self._client.start()
-        await self._client.wait_ready()
-
-    def post(self, path: str, body: bytes) -> httpx.Response:
-        headers = {"content-type": "application/json"}
-        return self._runner.run(self._http.post(path, content=body, headers=headers))
-
-
-_APPS: dict[int, _App] = {}
+    return LiveServer([ScriptedEngine(saying([260, 261, 262]))]).__enter__()
 
 
 def _use_body(data: bytes, folder: Path) -> None:
     path, _, body = data.partition(b"\0")
-    app = _APPS.get(os.getpid())
-    if app is None:
-        app = _APPS[os.getpid()] = _App()
-    answer = app.post(path.decode("ascii", "replace"), body)
+    server = _server(os.getpid())
+    headers = {"content-type": "application/json"}
+    answer = server.http.post(server.url + path.decode(), content=body, headers=headers)
     if answer.status_code >= 500:
         raise RuntimeError(f"{answer.status_code}: {answer.text[:200]}")
     if answer.status_code >= 400:
