@@ -135,13 +135,10 @@ def _metadata(path: Path, kind: str, **changes: Any) -> None:
         "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5, **changes,
     }  # fmt: skip
     for key, value in keys.items():
-        if isinstance(value, list):
-            writer.add_array(f"{kind}.{key}", value)
-        elif isinstance(value, (bool, str, float)):
-            add = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32}
-            add[type(value)](f"{kind}.{key}", value)  # type: ignore[operator]
-        elif value is not None:
-            writer.add_uint32(f"{kind}.{key}", value)
+        if value is not None:
+            form = gguf.GGUFValueType.UINT32
+            form = form if type(value) is int else gguf.GGUFValueType.get_type(value)
+            writer.add_key_value(f"{kind}.{key}", value, form)
     writer.add_tensor("token_embd.weight", np.zeros((VOCAB_SIZE, 64), np.float32))
     finish(writer)
 

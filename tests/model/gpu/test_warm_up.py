@@ -14,15 +14,13 @@ import pytest
 import torch
 
 from drafters.tree import DraftTree
-from server.engine.engine import Engine
-from server.engine.plan import EngineSettings
 from server.model.gpu.runner import TorchRunner
 from server.types import Request, SamplingParams, SpeculationParams
-from tests.engine.scenarios import run_requests
 from tests.fakes.fake_drafters import FakeDrafter, chain
 from tests.model import families
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
 from tests.model.gpu.needs import quiet
+from tests.model.slice_engines import serve
 from tests.model.torch_runners import runner_over
 
 Program = tuple[Any, ...]
@@ -70,9 +68,6 @@ def _repeat(tokens: list[int], _budget: int, max_depth: int) -> DraftTree:
 
 def _serve(runner: TorchRunner) -> None:
     """Greedy and sampled requests of each kind, with drafts that are right or wrong."""
-    drafter = FakeDrafter(_repeat)
-    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=16)
-    engine = Engine(runner, {"fake": drafter}, settings)
     requests = []
     samplings = [
         SamplingParams(temperature=0.0),
@@ -84,8 +79,11 @@ def _serve(runner: TorchRunner) -> None:
         sampling = replace(sampling, max_tokens=4, ignore_eos=True)
         prompt = tuple(5 + (3 * i + j) % 40 for j in range(4 + 8 * i))
         requests.append(Request(str(i), "task", "tiny", prompt, sampling, speculation=speculation))
-    results = run_requests(engine, [(0, request) for request in requests])
-    assert engine.recovery.num_failed_steps == 0 and len(results) == len(samplings)
+    results, _ = serve(
+        runner, requests, num_blocks=16, max_num_seqs=2, max_num_batched_tokens=16,
+        drafters={"fake": FakeDrafter(_repeat)},
+    )  # fmt: skip
+    assert len(results) == len(samplings)
 
 
 @quiet
