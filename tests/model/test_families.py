@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from server.commands.models import list_models
 from server.errors import UnsupportedModelError
@@ -26,6 +25,7 @@ from server.types import EngineSizes
 from tests.api.tiny_tokenizers import unmerged_tokenizer
 from tests.model import families, generic_models
 from tests.model.families import prefill, served, tokens, truth
+from tests.model.peft_adapters import lora
 
 
 def _close(got: families.Logprobs, want: families.Logprobs) -> None:
@@ -37,23 +37,6 @@ def _save(module: Any, folder: Path) -> None:
     unmerged_tokenizer(families.VOCAB_SIZE).save(str(folder / "tokenizer.json"))
 
 
-def _adapter(module: Any, folder: Path) -> None:
-    """A LoRA on every matrix of every layer, saved as PEFT does and merged into the module."""
-    folder.mkdir()
-    tensors = {}
-    for name, linear in module.named_modules():
-        if isinstance(linear, torch.nn.Linear) and name != "lm_head":
-            num_out, num_in = linear.weight.shape
-            a, b = torch.randn(2, num_in) * 0.2, torch.randn(num_out, 2) * 0.2
-            tensors[f"base_model.model.{name}.lora_A.weight"] = a
-            tensors[f"base_model.model.{name}.lora_B.weight"] = b
-            with torch.no_grad():
-                linear.weight += b @ a * 2.0
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("family", list(families.FAMILIES))
 def test_a_saved_model_of_every_family_is_served_and_an_adapter_merged(
     family: str, tmp_path: Path
@@ -63,9 +46,10 @@ def test_a_saved_model_of_every_family_is_served_and_an_adapter_merged(
     ids = tokens(50, 3)
     plain = truth(module, ids)
     _close(served(tmp_path, ids), plain)
-    _adapter(module, tmp_path / "adapter")
+    pytest.importorskip("peft")
+    merged = lora(module, tmp_path / "adapter").merge_and_unload()
     got = served(tmp_path, ids, adapter=str(tmp_path / "adapter"))
-    _close(got, truth(module, ids))
+    _close(got, truth(merged, ids))
     assert np.abs(got - plain).max() > 0.01
 
 
