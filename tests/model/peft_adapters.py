@@ -17,49 +17,34 @@ from tests.model.families import VOCAB_SIZE, Logprobs
 from vocab_store.enrichment import Enrichment
 
 
-def shaken(model: Any, seed: int, scale: float = 0.1) -> Any:
-    """Every trained parameter of a PEFT model moved at random."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * scale)
-    return model.eval()
-
-
-def lora(model: Any, folder: Path, seed: int = 1, **settings: Any) -> Any:
-    """PEFT's model over `model` with a random LoRA, which is saved into `folder`."""
+def lora(model: Any, folder: Path, seed: int = 1, scale: float = 0.1, **settings: Any) -> Any:
+    """PEFT's model over `model` with a random LoRA, and random rows where the settings name some,
+    which are saved into `folder`."""
     import peft
 
     torch.manual_seed(seed)  # peft draws A
     config = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **settings}
     wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))
-    shaken(wrapped, seed)
-    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * scale)
+    wrapped.eval().save_pretrained(str(folder), save_embedding_layers=False)
     return wrapped
 
 
 def with_tokens(
     model: Any, folder: Path, enrichment: Enrichment, seed: int = 1, scale: float = 0.1
 ) -> Any:
-    """PEFT's model over `model` with the tokens of an enrichment: a random LoRA and random rows of
-    embedding and head, which are saved into `folder`."""
-    import peft
-
+    """The same with the tokens of an enrichment, which have rows of embedding and head."""
     from server.commands.enrich import give_rows  # a bare machine lacks what commands import
 
     give_rows(model, dict(zip(enrichment.ids, enrichment.parts, strict=True)))
-    torch.manual_seed(seed)
-    ids = list(enrichment.ids)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules="all-linear",
-        trainable_token_indices={"embed_tokens": ids, "lm_head": ids},
-    )  # fmt: skip
-    wrapped = peft.get_peft_model(model, config)
-    shaken(wrapped, seed, scale)
-    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+    rows = {table: list(enrichment.ids) for table in ("embed_tokens", "lm_head")}
+    tuned = lora(model, folder, seed, scale, lora_alpha=16, trainable_token_indices=rows)
     enrichment.save(folder / "enrichment.json")
-    return wrapped
+    return tuned
 
 
 def enriched(model: Any, folder: Path, seed: int = 1, num: int = 5, tokenizer: str = "t") -> Any:

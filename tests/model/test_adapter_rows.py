@@ -13,7 +13,7 @@ from server.errors import ModelError, UnsupportedModelError
 from server.model.adapter import EMBEDDING, HEAD
 from server.model.loader import build_module, open_model
 from tests.installed import needs
-from tests.model.peft_adapters import shaken, with_tokens
+from tests.model.peft_adapters import lora, with_tokens
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
 
@@ -64,14 +64,9 @@ def test_the_enrichment_is_part_of_the_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_rows_of_base_ids_are_put_in_as_peft_does(family: str, tmp_path: Path) -> None:
     """A tied head has the embedding's new rows, a head of its own does not."""
-    import peft  # takes a second, in every worker that reads this file
-
     model = save_tiny(tmp_path / "model", family)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[3, 17]
-    )
-    wrapped = shaken(peft.get_peft_model(model, config), 4)
-    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    rows: dict[str, Any] = {"r": 2, "trainable_token_indices": [3, 17]}
+    wrapped = lora(model, tmp_path / "adapter", 4, target_modules=["q_proj"], **rows)
     opened = open_model(tmp_path / "model", adapter=tmp_path / "adapter")
     module = build_module(opened, torch.float32, torch.device("cpu"))
     with torch.inference_mode():

@@ -24,11 +24,13 @@ from server.model.families import FAMILIES
 from server.model.generic import is_generic
 from server.types import EngineSizes
 from server.wiring.model import served_model
+from tests.installed import needs
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages
 from tests.model.cpu import test_bits, test_family_engines
 from tests.model.generic_models import GENERIC, build, of
-from tests.model.test_families import _adapter, _save
+from tests.model.peft_adapters import lora
+from tests.model.test_families import _save
 from tests.model.test_hf_equality import against
 
 SIZES = EngineSizes(max_num_seqs=8, max_num_batched_tokens=256, kv_bytes=8 << 20)
@@ -79,13 +81,14 @@ def test_drafts_slices_and_exact_change_no_bit(runner: Any) -> None:
     )
 
 
+@needs("peft")
 @pytest.mark.parametrize("name", ["starcoder2"])
 def test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model(name: str, tmp_path: Path) -> None:
     module = build(name)
     _save(module, tmp_path)
-    _adapter(module, tmp_path / "adapter")
+    theirs = lora(module, tmp_path / "adapter").merge_and_unload()
     ids = families.tokens(30, 8)
-    merged = families.truth(module, ids)
+    merged = families.truth(theirs, ids)
     for dtype, atol in (("float32", 1e-4), ("bfloat16", 0.3)):
         got = families.served(tmp_path, ids, adapter=str(tmp_path / "adapter"), dtype=dtype)
         np.testing.assert_allclose(got, merged, rtol=0.0, atol=atol)
