@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from server.engine.engine import Engine
 from server.engine.grammar import GrammarCompiler, GrammarState
@@ -32,7 +32,7 @@ from tests.engine.scenarios import run_requests
 from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter
 from tests.model.cpu_models import cpu_runner
-from tests.model.tiny_models import tiny_config
+from tests.model.tiny_models import tiny_model
 from tests.profiles import examples
 
 Path_ = tuple[int, ...]
@@ -46,17 +46,6 @@ GRAMMAR = GrammarSpec(
 TOP_K = 3
 VOCAB = 400
 TOKENIZER = byte_level_tokenizer()
-
-
-def _module() -> LlamaForCausalLM:
-    torch.manual_seed(11)
-    config = tiny_config("llama", vocab_size=VOCAB, eos_token_id=0, bos_token_id=1, pad_token_id=0)
-    module: LlamaForCausalLM = LlamaForCausalLM(config)
-    module.eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(3.0)  # so that one id stands out
-    return module
 
 
 @dataclass
@@ -179,7 +168,8 @@ def compiler() -> Iterator[GrammarCompiler]:
 def test_a_tiny_model_s_texts_have_the_masked_model_s_chances(
     compiler: GrammarCompiler, top_k: int
 ) -> None:
-    module: Any = _module()
+    ends = {"eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 0}
+    module = tiny_model("llama", 11, vocab_size=VOCAB, **ends)
     temperature = 0.7  # not so hot that a wrong one changes little
     prompt = tuple(TOKENIZER.encode("The answer is").ids)
 
