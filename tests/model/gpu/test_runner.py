@@ -17,7 +17,6 @@ from server.model.gpu.attention import Kept, KvCache
 from server.model.gpu.body import Float8Linear, GraphKey, pad_to_bucket
 from server.model.gpu.device import device_figures
 from server.model.gpu.runner import TorchRunner
-from server.model.gpu.transfers import Upload
 from server.types import DeviceFigures, SamplingParams
 from tests.model import families
 from tests.model.attention_cases import batch_of
@@ -176,19 +175,6 @@ def test_moves_read_before_they_write() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             cache.move_slots(src, dst)
-
-
-def test_uploads_of_equal_shapes_keep_their_places() -> None:
-    """What CUDA graphs rely on, and that growing is seen."""
-    moved: list[int] = []
-    upload = Upload(CPU, 256, lambda: moved.append(1))
-    first = upload({"a": np.arange(5, dtype=np.int32), "b": np.ones((2, 3), np.float64)})
-    offsets = {k: t.storage_offset() * t.element_size() for k, t in first.items()}
-    assert offsets == {"a": 0, "b": 32}
-    assert first["a"].tolist() == [0, 1, 2, 3, 4] and first["b"].shape == (2, 3)
-    grown = upload({"a": np.arange(500, dtype=np.int32), "b": np.empty((0, 7), np.int64)})
-    assert moved == [1]
-    assert grown["a"].tolist() == list(range(500)) and grown["b"].shape == (0, 7)
 
 
 def test_buckets_of_rows_and_levels_of_splits() -> None:
