@@ -274,17 +274,16 @@ def allowed_linear(num_rows, head, words, work):
 @borrowing
 def _candidates(num_rows, head, words, work):
     """Write where rows' largest logits may be, of this thread's outputs, to Screen.found; how many
-    there are, or more than there is room for. Rows that may have theirs among the same outputs
-    follow each other: these come from memory once. words: of Wanted."""
+    there are, or more than there is room for. words: of Wanted."""
     screen = head.screen
     limit, num, row_bytes = screen.limit * num_rows, 0, 4 * head.logits.shape[1]
     logits, rests = head.logits.ctypes.data, screen.bounds.ctypes.data
     sizes = rests + screen.bounds.shape[1] * 4
-    for v in range(work.thread, (head.vocab_size + LANES - 1) // LANES, work.threads):
-        here = 4 * LANES * v
-        for row in range(num_rows):
-            size, off = screen.row_bounds[row, 0], screen.row_bounds[row, 1]
-            least, own = screen.row_bounds[row, 2], logits + row * row_bytes
+    for row in range(num_rows):
+        size, off = screen.row_bounds[row, 0], screen.row_bounds[row, 1]
+        least, own = screen.row_bounds[row, 2], logits + row * row_bytes
+        for v in range(work.thread, (head.vocab_size + LANES - 1) // LANES, work.threads):
+            here = 4 * LANES * v
             reaching = _reaching(own + here, rests + here, sizes + here, size, off, least)
             if reaching & _allowed(words, row, v) != 0:
                 if num == limit:
