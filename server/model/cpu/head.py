@@ -33,6 +33,7 @@ from server.model.cpu.records import (
     Int64,
     Linear,
     Screen,
+    UInt8,
     Wanted,
     Work,
 )
@@ -85,7 +86,9 @@ class FullHead:
         states = np.zeros((0, head.width), np.float32)
         width = -(-vocab_size // head.outputs_per_panel) * head.outputs_per_panel
         logits = np.zeros((0, width), np.float32)
-        self._record = Head(weights, states, logits, vocab_size, cap, _no_screen(weights))
+        self._rows = head.file_rows  # a record has only their address
+        rows = self._rows.ctypes.data if self._rows.size else 0, self._rows.strides[0]
+        self._record = Head(weights, states, logits, vocab_size, cap, *rows, _no_screen(weights))
 
     def widen(self, vocab_size: int) -> None:
         """Give the logits room for ids past the head's own: -inf, until somebody puts them in."""
@@ -172,10 +175,12 @@ class PackedHead:
     panels: [panels, ...], `outputs_per_panel` rows of the head in each. width: K. runs: as
     kernels.copy_bytes has them. record_of: (panels, how many of them) -> a product's weights.
     row_bytes: memory of one row. in_file: whether the rows stay in the model's file, and are packed
-    when they are asked for.
+    when they are asked for. file_rows: all rows as they lie in a GGUF, uint8 [rows, bytes of a
+    row], where they are q8_0, else [0, 0].
     """
 
     in_file = False
+    file_rows: UInt8 = np.zeros((0, 0), np.uint8)
 
     def __init__(
         self,

@@ -448,9 +448,9 @@ class Screen(NamedTuple):
     float32 [coarse inputs], by which the first norm of the weights counts an input more, and that
     of a row's less. ones: float32 [inputs of the head], ones, where these are spread, else [0].
     limit: of lines, 16 outputs, that a thread multiplies for each row of a step; with more the
-    whole head is multiplied. found: int64 [threads, limit * room]: (line << 32 | row), where a
-    largest logit may be. num_found: int64 [8 * threads]: at 8 * thread, how many there were in the
-    last step, or more than the limit.
+    whole head is multiplied. found: int64 [threads, limit * room]: (line << 32 | row << 16 |
+    bits of its outputs), where a largest logit may be. num_found: int64 [8 * threads]: at 8 *
+    thread, how many there were in the last step, or more than the limit.
     """
 
     weights: Linear
@@ -469,13 +469,17 @@ class Screen(NamedTuple):
 class Head(NamedTuple):
     """The LM head. states float32 [room, H], logits float32 [room, outputs in whole panels]: of the
     rows that have logits, in their order. Past vocab_size logits are -inf. cap: soft-capping, 0 =
-    none. screen: for steps that want no more than each row's largest logits."""
+    none. rows: address of the head's rows as ggml's q8_0, row_bytes apart, which the caller keeps
+    alive; 0: there are panels alone. screen: for steps that want no more than each row's largest
+    logits."""
 
     weights: Linear
     states: Float32x2
     logits: Float32x2
     vocab_size: int
     cap: float
+    rows: int
+    row_bytes: int
     screen: Screen
 
 

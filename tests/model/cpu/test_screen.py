@@ -19,13 +19,22 @@ from server.model.cpu.records import ALL_IDS, FAILED, Float32, Head, Work
 from server.model.cpu.screen import make_screen
 
 ROOM = 8
-WIDTHS = {"float32": 100, "bfloat16": 96, "int8": 240, "q8_0": 96, "q5_1": 288, "q6_k": 256}
+WIDTHS = {
+    "float32": 100,
+    "bfloat16": 96,
+    "int8": 240,
+    "q8_0": 96,
+    "file": 96,
+    "q5_1": 288,
+    "q6_k": 256,
+}
 FORMS = pytest.mark.parametrize("form", WIDTHS)
 _KEPT: list[Any] = []  # records have only the address of what is here
 
 
 def _stored(weights: Float32, form: str) -> Stored:
-    """Rounded to one of the integer forms."""
+    """Rounded to one of the integer forms. file: q8_0, whose rows are those of a GGUF, too."""
+    form = "q8_0" if form == "file" else form
     own = BY_NAME[form]
     if form in ("int8", "q8_0"):
         return quantised(own, weights)
@@ -52,11 +61,13 @@ def _head(weights: Float32, form: str) -> tuple[Head, Work]:
         panels = packed(bits if form == "bfloat16" else weights)
         _KEPT[:] = [panels]
         return FullHead(float_head(panels), weights.shape[0], work).record(ROOM), work
-    inputs = padded_inputs(BY_NAME[form], width)
+    stored = _stored(weights, form)
+    inputs = padded_inputs(stored.form, width)
     factors = np.linspace(0.5, 2, inputs if form == "int8" else 0, dtype=np.float32)
     if form == "int8":
         weights = spread_weights(weights, factors)
-    part, rows = pack(_stored(weights, form), Arena()), activations(ROOM, inputs)
+        stored = _stored(weights, form)
+    part, rows = pack(stored, Arena()), activations(ROOM, inputs)
     _KEPT[:] = [part]
 
     def record(panels: Any, num: int) -> Any:
@@ -64,6 +75,11 @@ def _head(weights: Float32, form: str) -> tuple[Head, Work]:
         return integer_linear([[own]], rows, factors[None])
 
     head = PackedHead(part.panels, 32, width, np.zeros((0, 3), np.int64), record)
+    if form == "file":
+        scales, numbers = stored.scales, stored.numbers ^ 128  # as signed bytes
+        parts = scales[..., None].view(np.uint8), numbers.reshape(*scales.shape, -1)
+        head.file_rows = np.concatenate(parts, axis=2).reshape(weights.shape[0], -1)
+        _KEPT.append(head.file_rows)
     return FullHead(head, weights.shape[0], work).record(ROOM), work
 
 

@@ -162,6 +162,9 @@ class IntegerWeights(RunnerWeights):
         else:
             self.parts["head"] = [self._head_part(tensors, shape.vocab_size)]
             self.packed_head = self._head_of(self.parts["head"][0])
+            head = tensors.head()
+            if self._file is not None and self._file.form(head.name) == "q8_0":
+                self.packed_head.file_rows = head.tensor
         panels = sum(part.panels.nbytes for parts in self.parts.values() for part in parts)
         self.num_bytes = panels + self.layers.norms.nbytes
         if self._file is not None:

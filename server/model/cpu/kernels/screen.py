@@ -16,7 +16,8 @@ included, and so are all logits that may be as large; the others are the coarse 
 step's logits are so flat that too many may be, the head is multiplied as if it had no Screen.
 
 W is what the head's panels hold, of any form, and the logits that may be the largest are made of
-these panels by the head's own kernels, 16 at a time: a line of memory has 16 outputs.
+these panels by the head's own kernels, 16 at a time: a line of memory has 16 outputs. A row of a
+GGUF in q8_0 lies in a tenth as many lines, and is multiplied there.
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
@@ -34,11 +35,19 @@ from server.model.cpu.integers.forms import BLOCK, COARSE, PANEL
 from server.model.cpu.kernels.integer_linear import call_kernel, integer_linear, quantise
 from server.model.cpu.kernels.integer_rows import quantise_rows, spread_blocks
 from server.model.cpu.kernels.ir import (
+    F32,
+    I8,
+    I32,
     I64,
+    Loop,
+    at,
+    call,
     floats,
     fma,
+    i32,
     i64,
     load,
+    load_halves,
     splat,
     to_half,
     word,
@@ -46,7 +55,7 @@ from server.model.cpu.kernels.ir import (
 from server.model.cpu.kernels.linear import linear, outputs_of
 from server.model.cpu.kernels.sampling import likeliest_allowed
 from server.model.cpu.kernels.team import barrier, own_words, run
-from server.model.cpu.kernels.vectors import bfloat_at, float_at, half_at, set_float
+from server.model.cpu.kernels.vectors import bfloat_at, fetch, float_at, half_at, set_float
 from server.model.cpu.records import (
     FLOAT32,
     INTEGERS,
@@ -235,6 +244,40 @@ def _bound(row, head, screen):
     return math.sqrt(size) * _UP, math.sqrt(off) * _UP + _ROUNDING * num * math.sqrt(whole)
 
 
+@word(np.float32, int, int, int, int)
+def _exact(b: Any, row: Any, q: Any, figures: Any, num: Any) -> Any:
+    """A row of the head, `num` blocks of ggml's q8_0, times a row of inputs: all are addresses. The
+    bits are those of the form's kernel (integers/vectors.py)."""
+    loop = Loop(b, num, [ir.Constant(F32, 0.0)])
+    block = b.add(row, b.mul(loop.index, i64(2 + BLOCK)))
+    bytes_, wide = ir.VectorType(I8, BLOCK), ir.VectorType(I32, BLOCK)
+    inputs = at(b, b.add(q, b.mul(loop.index, i64(BLOCK))), 0, bytes_, 1)
+    products = b.mul(b.sext(at(b, block, 2, bytes_, 1), wide), b.sext(inputs, wide))
+    total = call(b, f"llvm.vector.reduce.add.v{BLOCK}i32", I32, [products])
+    scale = b.extract_element(load_halves(b, block, 0, 1), i32(0))
+    factor = b.fmul(scale, at(b, b.add(figures, b.mul(loop.index, i64(16))), 0, F32, 4))
+    operands = [b.sitofp(total, F32), factor, loop.carried[0]]
+    (found,) = loop.close([call(b, "llvm.fma.f32", F32, operands)])
+    return found
+
+
+@borrowing
+def _multiply(row, v, bits, head, work):
+    """Give a row the logits of those of the 16 outputs from 16 v on that `bits` names, as the
+    head's product gives them; others may get theirs."""
+    weights = head.weights
+    if head.rows == 0:
+        outputs_of(head.states, row, v * LANES, weights, head.logits, work)
+        return
+    q, figures = weights.rows.q, weights.rows.figures
+    at_q, at_figures = q.ctypes.data + row * q.shape[1], figures.shape[1] * 16 * row
+    at_figures += figures.ctypes.data
+    for output in range(v * LANES, min(v * LANES + LANES, head.vocab_size)):
+        if bits >> (output - v * LANES) & 1:
+            own = head.rows + output * head.row_bytes
+            head.logits[row, output] = _exact(own, at_q, at_figures, figures.shape[1])
+
+
 @inlined
 def _allowed(words, row, v):
     """Which of the 16 ids from 16 v on a row may give, as bits. words: of Wanted."""
@@ -265,8 +308,9 @@ def allowed_linear(num_rows, head, words, work):
     barrier(work)
     for v in range(work.thread, num_lines, work.threads):
         for i in range(num_rows):
-            if _allowed(words, i, v) != 0:
-                outputs_of(head.states, i, v * LANES, weights, logits, work)
+            bits = _allowed(words, i, v)
+            if bits != 0:
+                _multiply(i, v, bits, head, work)
     barrier(work)
     return True
 
@@ -284,12 +328,16 @@ def _candidates(num_rows, head, words, work):
         least, own = screen.row_bounds[row, 2], logits + row * row_bytes
         for v in range(work.thread, (head.vocab_size + LANES - 1) // LANES, work.threads):
             here = 4 * LANES * v
-            reaching = _reaching(own + here, rests + here, sizes + here, size, off, least)
-            if reaching & _allowed(words, row, v) != 0:
+            bits = _reaching(own + here, rests + here, sizes + here, size, off, least)
+            bits &= _allowed(words, row, v)
+            if bits != 0:
                 if num == limit:
                     return limit + 1
-                screen.found[work.thread, num] = v << 32 | row
+                screen.found[work.thread, num] = v << 32 | row << 16 | bits
                 num += 1
+                for o in range(LANES if head.rows != 0 else 0):
+                    if bits >> o & 1:
+                        fetch(head.rows + (v * LANES + o) * head.row_bytes, head.row_bytes)
     return num
 
 
@@ -310,7 +358,7 @@ def screened_linear(num_rows, head, words, work):
         size, off = _bound(i, head, screen)
         screen.row_bounds[i, 0], screen.row_bounds[i, 1] = size, off
         best = max(likeliest_allowed(logits[i], words, i, head.vocab_size), 0)
-        outputs_of(head.states, i, best // LANES * LANES, weights, logits, work)
+        _multiply(i, best // LANES, 1 << best % LANES, head, work)
         screen.row_bounds[i, 2] = logits[i, best]
     barrier(work)
     num = _candidates(num_rows, head, words, work)
@@ -323,8 +371,8 @@ def screened_linear(num_rows, head, words, work):
         linear(head.states, num_rows, weights, 0, logits, work)
         return
     for k in range(num):
-        v, row = screen.found[work.thread, k] >> 32, screen.found[work.thread, k] & 0xFFFFFFFF
-        outputs_of(head.states, row, v * LANES, weights, logits, work)
+        found = screen.found[work.thread, k]
+        _multiply(found >> 16 & 0xFFFF, found >> 32, found & 0xFFFF, head, work)
     barrier(work)
 
 
