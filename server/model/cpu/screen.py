@@ -84,6 +84,6 @@ def make_screen(head: Head, states: Float32, work: Work, *, always: bool = False
     room = np.zeros((work.threads, size), np.float32)
     kernels.build_screen(head, units, activations(*units.shape), room, work)
     head.states[:num] = states
-    kernels.screened(num, head, ALL_IDS, work)
+    kernels.screened(num, head, ALL_IDS, 0.0, work)
     pays = _FEW * screen.num_found[::8].sum() <= saved * num
     return screen if always or pays else None

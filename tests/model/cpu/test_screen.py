@@ -83,12 +83,14 @@ def _head(weights: Float32, form: str) -> tuple[Head, Work]:
     return FullHead(head, weights.shape[0], work).record(ROOM), work
 
 
-def _logits(head: Head, states: Float32, work: Work, *, screened: bool) -> Float32:
+def _logits(
+    head: Head, states: Float32, work: Work, *, screened: bool, near: float = 0.0
+) -> Float32:
     num = states.shape[0]
     head.states[:num] = states
     head.logits[:] = np.nan
     if screened:
-        kernels.screened(num, head, ALL_IDS, work)
+        kernels.screened(num, head, ALL_IDS, near, work)
     else:
         kernels.product(head.states, num, head.weights, head.logits, 0.0, work)
     return head.logits[:num, : head.vocab_size].copy()
@@ -121,6 +123,8 @@ def test_each_rows_largest_logit_is_the_heads_own(
     np.testing.assert_array_equal(own.argmax(axis=1), full.argmax(axis=1))
     np.testing.assert_array_equal(own.max(axis=1), full.max(axis=1))
     assert (own[own != full] < np.broadcast_to(top, own.shape)[own != full]).all()
+    own = _logits(head._replace(screen=screen), states, work, screened=True, near=8.0)
+    assert (own == full)[own > top - 8.0].all()
 
 
 @FORMS
@@ -147,9 +151,9 @@ def test_each_rows_likeliest_allowed_id_is_the_heads_own(
     lines, drawn = np.arange(len(shares)), np.empty(len(shares), np.int32)
     may = allowed[:, :outputs]
     want = np.where(may, full, -np.inf)
-    for product in (kernels.screened, kernels.allowed):
+    for product, more in ((kernels.screened, (0.0,)), (kernels.allowed, ())):
         head.logits[:] = np.nan
-        product(len(shares), screened, words, work)
+        product(len(shares), screened, words, *more, work)
         own = head.logits[: len(shares), :outputs]
         if np.isnan(own).all():  # too many are allowed
             assert product is kernels.allowed and may.sum() > outputs / 100

@@ -76,15 +76,17 @@ _SCATTERED = 6  # times a line of the head takes longer that lies anywhere, with
 _RECORD, _LOW, _ZERO = COARSE.record_bytes, COARSE.low_bytes, COARSE.zero
 
 
-@word(int, int, int, int, np.float32, np.float32, np.float32)
+@word(int, int, int, int, np.float32, np.float32, np.float32, np.float32)
 def _reaching(
-    b: Any, logits: Any, rests: Any, sizes: Any, size: Any, off: Any, least: Any
+    b: Any, logits: Any, rests: Any, sizes: Any, size: Any, off: Any, least: Any, near: Any
 ) -> Any:  # fmt: skip
-    """Which of 16 coarse logits at an address may be `least` or more, as bits; NaN may."""
+    """Which of 16 coarse logits at an address may be `least` or more, or are less than `near` below
+    it, as bits; NaN may."""
     x, r, s = (load(b, floats(b, address), i64(0)) for address in (logits, rests, sizes))
     most = fma(b, r, splat(b, size), fma(b, s, splat(b, off), x))
     reaches = b.fcmp_unordered(">=", most, splat(b, least))
-    return b.zext(b.bitcast(reaches, ir.IntType(LANES)), I64)
+    is_near = b.fcmp_ordered(">", x, b.fsub(splat(b, least), splat(b, near)))
+    return b.zext(b.bitcast(b.or_(reaches, is_near), ir.IntType(LANES)), I64)
 
 
 @word(int, np.float32)
@@ -316,9 +318,9 @@ def allowed_linear(num_rows, head, words, work):
 
 
 @borrowing
-def _candidates(num_rows, head, words, work):
+def _candidates(num_rows, head, words, near, work):
     """Write where rows' largest logits may be, of this thread's outputs, to Screen.found; how many
-    there are, or more than there is room for. words: of Wanted."""
+    there are, or more than there is room for. words, near: as of screened_linear."""
     screen = head.screen
     limit, num, row_bytes = screen.limit * num_rows, 0, 4 * head.logits.shape[1]
     logits, rests = head.logits.ctypes.data, screen.bounds.ctypes.data
@@ -328,7 +330,9 @@ def _candidates(num_rows, head, words, work):
         least, own = screen.row_bounds[row, 2], logits + row * row_bytes
         for v in range(work.thread, (head.vocab_size + LANES - 1) // LANES, work.threads):
             here = 4 * LANES * v
-            bits = _reaching(own + here, rests + here, sizes + here, size, off, least)
+            bits = _reaching(
+                own + here, rests + here, sizes + here, size, off, least, near
+            )  # fmt: skip
             bits &= _allowed(words, row, v)
             if bits != 0:
                 if num == limit:
@@ -342,10 +346,10 @@ def _candidates(num_rows, head, words, work):
 
 
 @borrowing
-def screened_linear(num_rows, head, words, work):
+def screened_linear(num_rows, head, words, near, work):
     """Logits of the first num_rows of a Head's states: the head's own wherever one may be the
-    largest that its row may give (words: of Wanted), elsewhere those of its Screen. Called as
-    linear.linear is."""
+    largest that its row may give (words: of Wanted), or is less than `near` below that by the
+    Screen, elsewhere those of the Screen. Called as linear.linear is."""
     weights, screen, logits = head.weights, head.screen, head.logits
     if weights.kind == INTEGERS:
         quantise(head.states, num_rows, weights, 0, work)
@@ -361,7 +365,7 @@ def screened_linear(num_rows, head, words, work):
         _multiply(i, best // LANES, 1 << best % LANES, head, work)
         screen.row_bounds[i, 2] = logits[i, best]
     barrier(work)
-    num = _candidates(num_rows, head, words, work)
+    num = _candidates(num_rows, head, words, np.float32(near), work)
     screen.num_found[8 * work.thread] = num
     barrier(work)
     most = 0
@@ -378,9 +382,12 @@ def screened_linear(num_rows, head, words, work):
 
 @entry_run_by(run)
 @borrowing
-def screened(thread: int, num_rows: int, head: Head, words: UInt32x2, work: Work) -> None:
+def screened(
+    thread: int, num_rows: int, head: Head, words: UInt32x2, near: float, work: Work
+) -> None:
     """`screened_linear` alone."""
-    screened_linear(num_rows, head, words, Work(work.sync, work.pairs, work.threads, thread))
+    own = Work(work.sync, work.pairs, work.threads, thread)
+    screened_linear(num_rows, head, words, near, own)
 
 
 @entry_run_by(run)

@@ -66,6 +66,10 @@ from server.model.cpu.records import (
 # Rows of the norm table, one plane a layer; WeightNames.norms has them in this order.
 NORM_IN, NORM_POST_ATTENTION, NORM_MLP, NORM_POST_MLP = 0, 1, 2, 3
 
+_NEAR = 4.0
+"""Likely ids, which drafts are made of, are not a Screen's where they are so little less likely
+than the likeliest: with its logits alone drafts take a thirtieth more steps."""
+
 
 @borrowing
 def _row(x, r):
@@ -269,7 +273,8 @@ def _head_share(hidden, head, wanted, work):
             head.states[i, j] = hidden[wanted.rows[i], j]
     if wanted.greedy.shape[0] == 0 or not allowed_linear(num, head, wanted.words, work):
         if wanted.greedy.shape[0] > 0 and head.screen.order.shape[0] > 0:
-            screened_linear(num, head, wanted.words, work)
+            near = _NEAR if wanted.chances.shape[0] > 0 else 0.0
+            screened_linear(num, head, wanted.words, near, work)
         else:
             linear(head.states, num, head.weights, 0, head.logits, work)
     for i in range(work.thread, num, work.threads):
