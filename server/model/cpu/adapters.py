@@ -256,14 +256,16 @@ class AdapterBank:
 
     def brings_embeddings(self, batch: Batch) -> bool:
         """Whether an adapter of the batch has rows of the embedding of its own."""
-        places = () if batch.seq_adapters is None else batch.seq_adapters.tolist()
-        return any(p >= 0 and self._held[p].embedding is not None for p in places)
+        return any(adapter.embedding is not None for adapter in self._of(batch))
 
     def head_ids(self, batch: Batch) -> list[Int64]:
         """Of adapters of the batch that have rows of the head of their own, the ids of these."""
+        return [own.head.ids for own in self._of(batch) if own.head is not None]
+
+    def _of(self, batch: Batch) -> list[CpuAdapter]:
+        """Those of a batch's sequences that have one."""
         places = () if batch.seq_adapters is None else batch.seq_adapters.tolist()
-        own = [self._held[p].head for p in places if p >= 0]
-        return [head.ids for head in own if head is not None]
+        return [self._held[p] for p in places if p >= 0]
 
     def embed(self, batch: Batch, x: Float32) -> None:
         """Put adapters' own rows of the embedding over x[r], that of row r's id."""
