@@ -59,6 +59,10 @@ def parameter(default: Any, **told: Any) -> Any:
     return field(default=default, metadata=told)
 
 
+BANNED = -100.0
+"""A bias of this and less excludes its id."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one choice draws its tokens. Every number is validated at the API's edge.

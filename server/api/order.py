@@ -57,6 +57,7 @@ from server.errors import (
 )
 from server.token_bytes import TokenBytes, TokenNames
 from server.types import (
+    BANNED,
     INT31,
     PARAMETERS,
     Request,
@@ -399,7 +400,7 @@ class Orders:
             if ids:
                 model.check_ids(ids, at)
         bias = _bias_of(body, model)
-        if allowed is not None and {i for i, b in bias if b <= -100.0}.issuperset(allowed):
+        if allowed is not None and {i for i, b in bias if b <= BANNED}.issuperset(allowed):
             raise ConstraintUnsatisfiableError(
                 "logit_bias and bad_words ban every one of them.", at="allowed_token_ids"
             )
@@ -536,7 +537,7 @@ def _bias_of(body: GenerationBody, model: ServedModel) -> tuple[tuple[int, float
                 "banned.",
                 at=f"bad_words[{i}]",
             )
-        pairs |= dict.fromkeys(ids, -100.0)
+        pairs |= dict.fromkeys(ids, BANNED)
     return tuple(sorted(pairs.items()))
 
 

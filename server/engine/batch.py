@@ -24,16 +24,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from server.types import DeviceFigures, ModelInfo, SamplingParams, TokenLogprob
+from server.types import BANNED, DeviceFigures, ModelInfo, SamplingParams, TokenLogprob
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
 Float32 = npt.NDArray[np.float32]
-
-
-BANNED = -100.0
-"""A bias of this and less excludes its id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from server.engine.build import Built, as_wide
 from server.engine.plan import Rows
 from server.engine.sequence import ScopedProfile, Sequence, SequenceHead, Unverified
 from server.engine.trees import DRAW, END_NODE, FIRST_NODE
-from server.types import Request, VocabularyParams
+from server.types import BANNED, Request, VocabularyParams
 from vocab_store.cost import HeadCosts, best_fill, best_verify_every, full_cost_s
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import VocabSlice
@@ -336,7 +336,7 @@ class SliceBook:
         # A request that names an id means it to be able to win.
         slice_ = static.union(
             np.asarray(request.prompt_ids, np.int32),
-            [i for i, bias in sampling.logit_bias if bias > -100.0 and i < num],
+            [i for i, bias in sampling.logit_bias if bias > BANNED and i < num],
             [i for i in sampling.stop_token_ids if i < num],
             [i for i in sampling.allowed_token_ids or () if i < num],
         )

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import (
-    BANNED,
     Batch,
     Drawn,
     DrawParams,
@@ -21,6 +20,7 @@ from server.engine.batch import (
     places_of,
 )
 from server.model.cpu.records import Constraints, Counts, Rows
+from server.types import BANNED
 
 
 def batch_rows(batch: Batch) -> Rows:
