@@ -144,8 +144,10 @@ MAX_HELD_TOKENS = 1_000_000  # in all reservoirs in memory and their layers
 
 @dataclass(slots=True)
 class Reservoir:
-    """num_unbuilt, num_unsaved: outputs that are in no layer, in no file. is_wanted: whether its
-    layer is drafted from now. Times are time.monotonic()."""
+    """num_unbuilt, num_unsaved: outputs that are in no layer, in no file; the first that is learned
+    is not counted, as it stands beside the next request without a layer (drafters.auto.retrieval),
+    and many scopes have but one. is_wanted: whether its layer is drafted from now. Times are
+    time.monotonic()."""
 
     wanted: Wanted
     outputs: LearnedOutputs
@@ -501,7 +503,7 @@ class TaskStore:
         if self._exchange is not None and wanted.persist:
             self._exchange.append(wanted.key, example)
         is_new = reservoir.outputs.add(*example)
-        reservoir.num_unbuilt += is_new
+        reservoir.num_unbuilt += is_new and len(reservoir.outputs) > 1
         reservoir.is_wanted = is_wanted
         reservoir.num_unsaved += is_new and wanted.persist
         self._note_size(wanted.key, reservoir)
