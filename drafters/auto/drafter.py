@@ -109,9 +109,11 @@ class AutoDrafter:
         if not 0.0 <= min_survival < 1.0:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
         check_options(AutoOptions, {"num_likely": num_likely, "prior_depth": prior_depth})
+        self.workspace = Workspace() if seen is None else seen.workspace
         self.prior: PriorScratch | None = None
         if model_prior is not None and prior_depth:
-            self.prior = PriorScratch(model_prior, prior_depth)
+            self.prior = self.workspace.of_prior(model_prior)
+            self.of_prior = self.prior.new_owner(), prior_depth
         self.corpus = corpus
         self.num_likely = num_likely
         self.seen = seen
@@ -140,7 +142,6 @@ class AutoDrafter:
         self.has_corpus = self.automaton.num_states > 0 or bool(self.layers)
         self.num_seen = 0
         self.num_steps = 0
-        self.workspace = Workspace() if seen is None else seen.workspace
         self.start_state = (0, 0)
         if self.automaton.num_states:
             self.start_state = automaton_step(
@@ -369,7 +370,9 @@ class AutoSession(TextSession):
             NO_LIKELY if likely is None else (*likely.arrays, *self._echo),
             self._copy,
             tuple(place[2:]),
-            NO_PRIOR if drafter.prior is None else drafter.prior.view(*self._state),
+            NO_PRIOR
+            if drafter.prior is None
+            else drafter.prior.view(*drafter.of_prior, *self._state),
             forms,
         )  # type: ignore[return-value]
 
@@ -487,7 +490,7 @@ class AutoSession(TextSession):
         self._check_open()
         prior = self._drafter.prior
         if prior is not None:
-            if state.shape != (prior.hidden_size,):
+            if state.shape != (prior.prior.hidden_size,):
                 raise ValueError(f"the prior is not of a model with states of {state.shape[0]}")
             self._noted_state = state
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, ArrayFormat, Column
-from drafters.arrays import Float32, Float32x2, Int32, Int32x2
+from drafters.arrays import Float32, Float32x2, Int32, Int32x2, Int64
 from drafters.jit import inlined
 
 WIDTH = 192
@@ -125,8 +125,9 @@ class PriorView(NamedTuple):
     numbers: int16 [the larger of WIDTH and the hidden size], scratch.
 
     What was scored last, of all sessions: scored: float32 [_KEPT, WIDTH], states. scores: float32
-    [_KEPT, outputs] and totals: float32 [_KEPT], what `score` says of each. turn: int32 [1], which
-    is forgotten next.
+    [_KEPT, outputs] and totals: float32 [_KEPT], what `score` says of each. owners: int64 [_KEPT],
+    whose each is; owner: who asks, and finds none but its own. turn: int32 [1], which is forgotten
+    next.
     """
 
     head: Prior
@@ -140,7 +141,9 @@ class PriorView(NamedTuple):
     scored: Float32x2
     scores: Float32x2
     totals: Float32
+    owners: Int64
     turn: Int32
+    owner: int
 
 
 def integers_of(rows: Float32) -> tuple[Int8, Float32]:
@@ -156,31 +159,40 @@ _NO_MATRIX = _NO_BYTES, NO_HIDDEN, NO_HIDDEN
 _NO_HEAD = Prior(np.empty(0, np.int32), *_NO_MATRIX, _NO_BYTES, NO_HIDDEN, *_NO_MATRIX, *_NO_MATRIX)
 NO_PRIOR = PriorView(
     _NO_HEAD, NO_HIDDEN, 0, NO_HIDDEN, 0, _NO_ROWS, NO_HIDDEN, np.empty(0, np.int16),
-    _NO_ROWS, _NO_ROWS, NO_HIDDEN, np.empty(0, np.int32),
+    _NO_ROWS, _NO_ROWS, NO_HIDDEN, np.empty(0, np.int64), np.empty(0, np.int32), 0,
 )  # fmt: skip
 
 
 class PriorScratch:
-    """A Prior's arrays and the scratch of its drafter's sessions, of which there is one thread."""
+    """The scratch of all that one thread drafts for with a Prior: half a megabyte, which would have
+    to be fetched anew for each.
 
-    def __init__(self, prior: Prior, most: int = MOST_FOLLOWED) -> None:
-        """most: ids that are followed."""
-        self._prior, self._most = prior, most
-        self.hidden_size = prior.hidden_size
+    prior: what it is of. Nobody finds what another has had scored: how long that takes would tell.
+    """
+
+    def __init__(self, prior: Prior) -> None:
+        self.prior = prior
+        self._num_owners = 0
         self._scratch = (
             np.zeros((MOST_NODES + 1, WIDTH), np.float32),
             np.zeros(WIDTH, np.float32),
             np.zeros(max(WIDTH, prior.hidden_size), np.int16),
-            np.full((_KEPT, WIDTH), np.nan, np.float32),
+            np.zeros((_KEPT, WIDTH), np.float32),
             np.empty((_KEPT, prior.ids.shape[0]), np.float32),
             np.empty(_KEPT, np.float32),
+            np.zeros(_KEPT, np.int64),
             np.zeros(1, np.int32),
         )
 
-    def view(self, hidden: Float32, at: int, start: Float32) -> PriorView:
+    def new_owner(self) -> int:
+        """A number for one scope's drafter."""
+        self._num_owners += 1
+        return self._num_owners
+
+    def view(self, owner: int, most: int, hidden: Float32, at: int, start: Float32) -> PriorView:
         """See PriorView; a plain tuple of the same items."""
-        given = self._prior, hidden, at, start, self._most
-        return (*given, *self._scratch)  # type: ignore[return-value]
+        given = self.prior, hidden, at, start, most
+        return (*given, *self._scratch, owner)  # type: ignore[return-value]
 
 
 @inlined
@@ -307,7 +319,7 @@ def _exp(value: np.float32) -> np.float32:
 def _place_of(prior: PriorView, row: int) -> int:
     """Which of the states that were scored last is states[row]; -1: none."""
     for place in range(prior.scored.shape[0]):
-        same = 0
+        same = 0 if prior.owners[place] == prior.owner else WIDTH + 1
         while same < WIDTH and prior.scored[place, same] == prior.states[row, same]:
             same += 1
         if same == WIDTH:
@@ -323,7 +335,7 @@ def score(prior: PriorView, row: int) -> int:
     if known >= 0:
         return known
     place = prior.turn[0]
-    prior.turn[0] = (place + 1) % prior.totals.shape[0]
+    prior.turn[0], prior.owners[place] = (place + 1) % prior.totals.shape[0], prior.owner
     head, scores, sums = prior.head, prior.scores, prior.sums
     num = head.output.shape[0]
     for i in range(WIDTH):

@@ -18,7 +18,7 @@ from drafters.auto.blend import blend, is_end, leader
 from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
 from drafters.auto.copying import Cursor, follow
 from drafters.auto.gather import NUM, Gathered, gather, new_gathered
-from drafters.auto.prior import begin, go_on
+from drafters.auto.prior import Prior, PriorScratch, begin, go_on
 from drafters.auto.views import Context, Limits, Trusts
 from drafters.heap import pop, push
 from drafters.jit import borrowing, entry, inlined
@@ -238,7 +238,14 @@ class Workspace:
     """
 
     def __init__(self) -> None:
+        self._prior: PriorScratch | None = None
         self._resize(64, 64)
+
+    def of_prior(self, prior: Prior) -> PriorScratch:
+        """The scratch of the model's prior; another one's where that was made anew."""
+        if self._prior is None or self._prior.prior is not prior:
+            self._prior = PriorScratch(prior)
+        return self._prior
 
     def _resize(self, max_budget: int, max_depth: int) -> None:
         self._max_budget, self._max_depth = max_budget, max_depth

@@ -19,6 +19,8 @@ from drafters.auto.prior import (
     Prior,
     PriorView,
 )
+from drafters.auto.retrieval import Seen
+from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
 from tests.drafters.trees import opened, paths
 from tests.fakes.fake_drafters import random_prior
@@ -54,6 +56,11 @@ def hidden_of(seed: int) -> Float32:
     return np.random.default_rng(seed).standard_normal(HIDDEN).astype(np.float32)
 
 
+def view_of(drafter: AutoDrafter) -> PriorView:
+    assert drafter.prior is not None
+    return PriorView(*drafter.prior.view(*drafter.of_prior, NO_HIDDEN, 0, NO_HIDDEN))
+
+
 def said(prior: Prior, hidden: Float32 | None, ids: list[int]) -> Float32:
     """What `auto` is told by the head behind ids, the first of which was drawn from `hidden`; zeros
     where it does not ask."""
@@ -63,8 +70,7 @@ def said(prior: Prior, hidden: Float32 | None, ids: list[int]) -> Float32:
         session.note_state(hidden)
     session.extend(ids[:1])
     session.extend(ids[1:])
-    assert drafter.prior is not None
-    view = PriorView(*drafter.prior.view(NO_HIDDEN, 0, NO_HIDDEN))
+    view = view_of(drafter)
     asked = view.turn[0]  # as the ids were learned from
     assert np.isfinite(session.propose(1, 1).survival).all()
     if view.turn[0] == asked:
@@ -199,17 +205,19 @@ def test_what_was_scored_is_not_scored_again_and_is_nobody_else_s() -> None:
             one, other = in_turn.propose(8, 4), alone.propose(8, 4)
             assert len(one) and one.token_ids.tolist() == other.token_ids.tolist()
             np.testing.assert_array_equal(one.survival, other.survival)
-    assert shared.prior is not None
-    learns = AutoDrafter(model_prior=prior, num_likely=0)
-    session = opened(learns, [1, 2, 3])
-    session.note_state(hidden_of(1))
-    session.extend([7])
-    assert learns.prior is not None
-    turn = PriorView(*learns.prior.view(NO_HIDDEN, 0, NO_HIDDEN)).turn
-    before, path = turn[0], paths(session.propose(8, 4))[0]
-    asked = turn[0]
-    session.extend(path[:1])
-    assert asked > before and turn[0] == asked
+    workspace, counts = Workspace(), []
+    for _ in range(2):  # of two scopes, the same text
+        learns = AutoDrafter(model_prior=prior, num_likely=0, seen=Seen(workspace=workspace))
+        session = opened(learns, [1, 2, 3])
+        session.note_state(hidden_of(1))
+        session.extend([7])
+        turn = view_of(learns).turn
+        before, path = turn[0], paths(session.propose(8, 4))[0]
+        asked = turn[0]
+        session.extend(path[:1])
+        assert asked > before and turn[0] == asked
+        counts.append(asked - before)
+    assert counts[0] == counts[1] and turn[0] == sum(counts)
 
 
 def test_depth_0_is_off_and_states_of_another_model_are_refused() -> None:
