@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from drafters.arrays import Float64
+from drafters.auto.retrieval import Seen
+from drafters.auto.tree_builder import Workspace
 from drafters.calibration import write_table
 from drafters.json_text import parsed
 from drafters.shared_counts import added, is_empty, since
@@ -27,8 +29,6 @@ from server.types import NO_SCOPE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from drafters.auto.retrieval import Seen
-    from drafters.auto.tree_builder import Workspace
     from drafters.auto.trust import Trust
     from drafters.base import Drafter
     from drafters.calibration import Calibration
@@ -141,9 +141,6 @@ class Calibrations:
 
     def seen(self, task: str, scope: str) -> Seen:
         """What a scope's requests of a task left behind. Its drafters write the likely ids."""
-        from drafters.auto.retrieval import Seen
-        from drafters.auto.tree_builder import Workspace
-
         seen = self._seen.get((task, scope))
         if seen is None:
             self._workspace = self._workspace or Workspace()

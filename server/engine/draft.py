@@ -22,6 +22,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -60,6 +61,7 @@ _REASONS = ("", "prefill", "off", "length", "prefill")
 DrafterFactory = Callable[[str, SpeculationParams], Drafter]
 """(task, speculation) -> Drafter. Raises ValueError for options it refuses."""
 
+_WATCHED = 2  # choices a step: the tokens of all others wait for their turn
 _MAX_KINDS = 1024  # of drafters that are known to be possible
 
 
@@ -192,7 +194,7 @@ class Drafts:
         """gain: gives seats, decides, and learns what became of drafts. vocab_size: bound on ids.
         max_rows: most nodes a step; 0: nobody drafts. is_beside: whether the host works beside a
         step that computes, and not on its cores. states: of a StateRunner."""
-        self.num_errors = 0
+        self.num_errors = self._num_opened = 0
         self.is_off = True
         self._gain = gain
         self._drafters = drafters
@@ -207,6 +209,7 @@ class Drafts:
         self.num_open = 0  # choices that have a drafter
         self._late: list[Sequence] | None = None  # of a step with prompts
         self._rest: _Rest | None = None
+        self._turn = 0  # whose tokens were watched last
 
     # -- before a step ----------------------------------------------------------------------
 
@@ -248,6 +251,7 @@ class Drafts:
 
     def draft(self, rows: Rows, *, is_plain: bool) -> Trees:
         """The trees of a step; what is chosen has its blocks. is_plain: nobody may draft."""
+        num_opened = self._num_opened
         if self._late is not None:
             sequences, self._late = self._late, None
             self._settle(s for s in sequences if s.status is Status.RUNNING)
@@ -258,8 +262,7 @@ class Drafts:
         rest = self._rest
         if rest is not None:
             if rest.num_left and rest.seats is rows.seats:
-                choice = rows.sequences[rest.num_done % num]
-                if not self._watch(choice):
+                if not self._watch(rows.sequences, 1):
                     rest.num_left -= 1
                     rest.num_done += 1
                     return rest.trees
@@ -284,7 +287,7 @@ class Drafts:
         for sequence, code in zip(rows.sequences, codes, strict=True):
             if sequence.session is not None and code != NOT_DRAWN and not sequence.is_resting:
                 wanted = max(wanted, getattr(sequence.session, "num_likely", 0))
-        trees.num_likely = wanted
+        trees.num_likely, trees.num_opened = wanted, self._num_opened - num_opened
         return trees
 
     def _why_not_first(self, sequence: Sequence, num_left: int) -> str:
@@ -327,9 +330,8 @@ class Drafts:
             shape = shape._replace(num_waiting=num_waiting)
         room = min(self._max_rows, scheduler.max_num_batched_tokens - rows.num_rows)
         wanted = 0
+        self._watch(choices, _WATCHED)
         for choice in choices:
-            if choice.is_resting:
-                self._watch(choice)
             wanted += choice.request.speculation.max_draft_tokens
         num, left, of_gain = len(rows.sequences), lines[LEFT], lines[OF_GAIN]
         reasons, ceiling = gain.ask([of_gain[i] for i in places], shape, min(wanted, room))
@@ -407,11 +409,17 @@ class Drafts:
         trees.seconds = time.perf_counter() - began
         return trees
 
-    def _watch(self, choice: Sequence) -> bool:
-        """Let Gain see what a choice drew while it was not asked; whether its scope begins to
-        repeat what stood before."""
-        told = choice.prompt_len + choice.num_told
-        return self._gain.watch(choice.gain_seat, choice.ids[: choice.num_tokens], told)
+    def _watch(self, choices: SequenceOf[Sequence], most: int) -> bool:
+        """Let Gain see what some of these choices, in turn, drew while they were not asked; whether
+        a scope begins to repeat what stood before."""
+        repeats = False
+        for _ in range(min(most, len(choices))):
+            self._turn = (self._turn + 1) % len(choices)
+            choice = choices[self._turn]
+            if choice.is_resting:
+                told, ids = choice.prompt_len + choice.num_told, choice.ids[: choice.num_tokens]
+                repeats |= self._gain.watch(choice.gain_seat, ids, told)
+        return repeats
 
     def _fit(self, rows: Rows, trees: Trees, taken: Int64, why: list[str]) -> None:
         """Keep as much of the chosen nodes as gets blocks; drafts never preempt anybody for
@@ -531,6 +539,8 @@ class Drafts:
                 context_span=request.speculation.context_span,
                 prediction_ids=request.speculation.prediction_ids,
             )
+            self._gain.opened(sequence.gain_seat)
+            self._num_opened += 1
         if told < sequence.num_output:
             sequence.num_told = sequence.num_output
             # Learning from each token that it missed would take a millisecond of a step.

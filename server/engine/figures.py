@@ -248,7 +248,8 @@ class StepFigures:
         totals.ceiling = trees.ceiling
         totals.observe(step_s, model_s, trees.seconds, host_s, num_rows)
         num_alike = 1
-        if rows.is_plain and not (rows.num_prefill_rows or trees.num_asked):
+        num_asked, num_opened = trees.num_asked, trees.num_opened
+        if rows.is_plain and not (rows.num_prefill_rows or num_asked or num_opened):
             self._num_alike = (self._num_alike + 1) % REST
             if self._num_alike:
                 return
@@ -260,7 +261,9 @@ class StepFigures:
         num_prompt = rows.num_prefill_rows
         if rows.num_rows > num_prompt:
             num_decode = rows.num_rows - num_prompt
-            self._gain.host.observe(num_decode, trees.num_asked, host_s, num_prompt, num_alike)
+            self._gain.host.observe(
+                num_decode, num_asked, host_s, num_prompt, num_alike, num_opened
+            )
         head_s = results.head_s
         if head_s > 0.0:
             self._slices.observe(batch, model_s - head_s, head_s, num_prompt > 0)

@@ -14,8 +14,9 @@ at any number of choices and any load, because neither supply nor calibration de
 asking anybody takes of a step is shared by those that are asked. A scope is asked where V is above
 0 by a standard deviation of its evidence, and where it may be and its account can bear what an ask
 may lose: SHARE of all plain decoding comes in, and what nodes earn; out goes what nodes lose, and
-what asking takes. So a scope never loses much more than SHARE of its time to find out, beginning
-with its first request (conservative bandits: Wu et al., ICML 2016). What an ask may bring beyond V
+what asking takes. Opening a choice's session for its first ask is paid from the account, however
+sure it is. So a scope never loses much more than SHARE of its time to find out, beginning with its
+first request (conservative bandits: Wu et al., ICML 2016). What an ask may bring beyond V
 is at most that all nodes of its tree come: where a row takes nearly as long as a token, as with
 eight choices on many CPUs, nobody is asked to find out what could not pay.
 
@@ -52,8 +53,10 @@ import numpy as np
 from drafters.arrays import Float64, Float64x2, Int32, Int64
 from drafters.jit import compiled, entry, inlined
 from server.engine.step_times import (
+    BESIDE,
     MEMORY,
     NO_CURVE,
+    OPENING,
     CostTable,
     Curve,
     HostTimes,
@@ -142,8 +145,8 @@ class _Rows:
 _ACCOUNT, _IS_ASKED, _SEATS, _REPEATED, _ASKS, _OFFERED = range(6)
 _CLAIMED, _CAME, _NUM_COLUMNS = (_OFFERED + i * _PARTS for i in (1, 2, 3))
 # Columns of a seat: its scope's row; ids that it was watched for; tokens that its own drafts were
-# expected to bring, and brought.
-_SCOPE, _WATCHED, _OWN_CLAIMED, _OWN_CAME = 0, 1, 2, 3
+# expected to bring, and brought; whether it has a session.
+_SCOPE, _WATCHED, _OWN_CLAIMED, _OWN_CAME, _IS_OPEN, _NUM_SEAT_COLUMNS = range(6)
 
 
 @inlined
@@ -202,7 +205,7 @@ def _worth(curve: Curve, host: Float64, shape: StepShape, token_s: float) -> flo
     token saves.
     """
     rows, seconds, key_s, _ = curve
-    num, beside = float(shape.num_draws), float(host[4])
+    num, beside = float(shape.num_draws), float(host[BESIDE])
     saved_s = 2.0 * seconds_of(rows, seconds, num + beside)
     saved_s -= seconds_of(rows, seconds, num + 2.0 * beside)
     row_s = seconds_of(rows, seconds, num + 1.0) - seconds_of(rows, seconds, num)
@@ -218,11 +221,23 @@ def _ask_s(curve: Curve, host: Float64, num_draws: int, num_asked: int) -> float
 
 
 @inlined
-def _is_worth_asking(value: float, doubt: float, account: float, ask: float) -> bool:
+def _opening(seats: Float64x2, seat: int, host: Float64, token_s: float) -> float:
+    """Plain tokens that opening a choice's session takes, no more than an account can hold; 0 where
+    it has one."""
+    if seats[seat, _IS_OPEN]:
+        return 0.0
+    return float(min(max(0.0, host[OPENING]) / token_s, MOST))
+
+
+@inlined
+def _is_worth_asking(
+    value: float, doubt: float, account: float, ask: float, opening: float
+) -> bool:
     """Whether an ask that is worth so much, give or take its doubt, is surely so, or may be and the
-    account can bear what it may lose. All in plain tokens; ask: what it takes."""
-    may_lose = value > doubt or account >= min(max(-value, 0.0), ask)
-    return value + doubt > 0.0 and may_lose
+    account can bear what it may lose, beside what opening the session takes. All in plain tokens;
+    ask: what it takes."""
+    may_lose = value > doubt or account - opening >= min(max(-value, 0.0), ask)
+    return value + doubt > 0.0 and may_lose and (account >= opening or opening == 0.0)
 
 
 @inlined
@@ -367,15 +382,19 @@ def weigh(
         ask = _ask_s(curve, host, shape.num_draws, max(before, 1)) / token_s
         for i in range(asked.shape[0]):
             account = min(scopes[int(seats[asked[i], _SCOPE]), _ACCOUNT] + SHARE, MOST)
-            num_asked += _is_worth_asking(verdicts[i, 0] - ask, verdicts[i, 1], account, ask)
+            opening = _opening(seats, asked[i], host, token_s)
+            net, doubt = verdicts[i, 0] - ask, verdicts[i, 1]
+            num_asked += _is_worth_asking(net, doubt, account, ask, opening)
     num_asked = 0
     for i in range(asked.shape[0]):
         row = int(seats[asked[i], _SCOPE])
         account = min(scopes[row, _ACCOUNT] + SHARE, MOST)
-        would_be = _is_worth_asking(verdicts[i, 0] - ask, verdicts[i, 1], account, ask)
+        opening = _opening(seats, asked[i], host, token_s)
+        net, doubt = verdicts[i, 0] - ask, verdicts[i, 1]
+        would_be = _is_worth_asking(net, doubt, account, ask, opening)
         is_asked = most > 0 and would_be
         if is_asked:
-            account -= ask
+            account -= ask + opening
             num_asked += 1
         memory = (MEMORY if is_asked else IDLE) * scopes[row, _SEATS]
         _fade(scopes, row, 1.0 - 1.0 / memory, _REPEATED if is_asked else _ASKS)
@@ -487,8 +506,7 @@ def note_drafts(
         scopes[row, _ACCOUNT] = min(max(account, -LEAST), MOST)
 
 
-@entry
-@compiled
+@inlined
 def num_repeats(ids: Int32, start: int) -> int:
     """How many of ids[start:] followed the two ids before them when these last stood before: what a
     lookup would have drafted."""
@@ -499,6 +517,22 @@ def num_repeats(ids: Int32, start: int) -> int:
                 num += ids[before + 2] == ids[at]
                 break
     return num
+
+
+@entry
+@compiled
+def watch_ids(
+    scopes: Float64x2, seats: Float64x2, seat: int, ids: Int32, start: int, in_tokens: Float64
+) -> bool:
+    """See Gain.watch. in_tokens: what an accepted token saves and a node takes."""
+    row, start = int(seats[seat, _SCOPE]), max(start, int(seats[seat, _WATCHED]))
+    seats[seat, _WATCHED] = ids.shape[0]
+    num, num_seen = num_repeats(ids, start), max(0, ids.shape[0] - start)
+    before = scopes[row, _REPEATED] * max(0.0, 1.0 - num_seen / MEMORY)
+    scopes[row, _REPEATED] = before + num
+    won = REPEAT * max(0.0, in_tokens[0] - in_tokens[1])
+    scopes[row, _ACCOUNT] = min(scopes[row, _ACCOUNT] + num * won, MOST)
+    return num > 0 and before < 1.0
 
 
 class Gain:
@@ -517,7 +551,7 @@ class Gain:
         # Of a tree's nodes the claims with which they could be taken, at the last step.
         self.least: Float64 = np.zeros(_NUM_PRICED)
         self._scopes = _Rows(_NUM_COLUMNS)
-        self.seats = _Rows(4)
+        self.seats = _Rows(_NUM_SEAT_COLUMNS)
         self._known: OrderedDict[Hashable, int] = OrderedDict()
 
     # -- who is known -----------------------------------------------------------------------
@@ -548,6 +582,10 @@ class Gain:
         seat = self.seats.take()
         self.seats.table[seat, _SCOPE] = row
         return seat
+
+    def opened(self, seat: int) -> None:
+        """The choice has a session from now on."""
+        self.seats.table[seat, _IS_OPEN] = 1.0
 
     def leave(self, seat: int) -> None:
         """The choice has ended."""
@@ -633,14 +671,8 @@ class Gain:
         was watched for already are left out. Returns whether its scope begins to repeat."""
         if self.cost is None:
             return False
-        own, scope = self.seats.table[seat], self.scope_of(seat)
-        start, own[_WATCHED] = max(start, int(own[_WATCHED])), ids.shape[0]
-        num, num_seen = num_repeats(ids, start), max(0, ids.shape[0] - start)
-        before = scope[_REPEATED] * max(0.0, 1.0 - num_seen / MEMORY)
-        scope[_REPEATED] = before + num
-        won = REPEAT * max(0.0, self._in_tokens[0] - self._in_tokens[1])
-        scope[_ACCOUNT] = min(scope[_ACCOUNT] + num * won, MOST)
-        return num > 0 and bool(before < 1.0)
+        who = self._scopes.table, self.seats.table, seat
+        return bool(watch_ids(*who, ids, start, self._in_tokens))
 
     # -- the estimate -----------------------------------------------------------------------
 

@@ -43,12 +43,16 @@ half of what they take is known after ten steps."""
 MEMORY = 32.0
 """Steps that are remembered of what changes with requests: texts, and whether prompts come."""
 
-HOST = (0.05, 0.01, 0.05, 0.05)
+HOST = (0.05, 0.01, 0.05, 0.05, 0.2)
 """What the host takes at first (HostTimes), as shares of the model's step of one row; four times as
 much is no surprise."""
 
 HOST_NOISE = 0.5
 """Standard deviation of the host's seconds of one step, as a share of them."""
+
+
+OPENING, BESIDE = 4, 5
+"""Of HostTimes.numbers: what opening a session takes, and rows of prompts."""
 
 
 Belief = tuple[Float64, Float64x2, Float64x2, Float64x2]
@@ -141,16 +145,18 @@ def correct(
 @entry
 @compiled
 def note_host(
-    numbers: Float64, fit: Belief, most: float, num_draws: float, num_asked: float, step_s: float,
-    prompt_rows: int, num_steps: int,
+    numbers: Float64, fit: Belief, most: float, num_draws: float, num_asked: float,
+    num_opened: float, step_s: float, prompt_rows: int, num_steps: int,
 ) -> None:  # fmt: skip
     """See HostTimes.observe."""
-    numbers[4] += (prompt_rows - numbers[4]) * (1.0 - (1.0 - 1.0 / MEMORY) ** num_steps)
+    share = 1.0 - (1.0 - 1.0 / MEMORY) ** num_steps
+    numbers[BESIDE] += (prompt_rows - numbers[BESIDE]) * share
     if prompt_rows:
         return
     x, known = fit[3][0], 0.0
     x[0], x[1], x[2], x[3] = 1.0, num_draws, min(1.0, num_asked), num_asked
-    for i in range(4):
+    x[OPENING] = num_opened
+    for i in range(BESIDE):
         known += x[i] * fit[0][i]
     known = max(known, 1e-6)
     believe(fit, step_s - known, HOST_NOISE * known, HOST_NOISE * known, most)
@@ -164,7 +170,8 @@ def plain_host_s(host: Float64, num_draws: float) -> float:
 
 @inlined
 def asking_s(host: Float64, num_asked: float) -> float:
-    """Seconds that asking so many sessions adds to a step. host: see HostTimes.numbers."""
+    """Seconds that asking so many sessions adds to a step, none of which is opened for it. host:
+    see HostTimes.numbers."""
     return max(0.0, float(host[2] + host[3] * num_asked))
 
 
@@ -314,8 +321,8 @@ class CostTable:
 class HostTimes:
     """Seconds that a step takes beside the model: plain, and more where sessions are asked.
 
-    numbers: float64 [5], a line in (1, choices that draw, whether any session is asked, sessions
-    asked); and the rows of prompts in a step in which somebody decodes.
+    numbers: float64 [6], a line in (1, choices that draw, whether any session is asked, sessions
+    asked, sessions opened); and the rows of prompts in a step in which somebody decodes.
     """
 
     def __init__(self, row_s: float) -> None:
@@ -323,7 +330,7 @@ class HostTimes:
         first = row_s * np.array(HOST)
         fit = belief(first, np.diag(16.0 * first**2), np.diag((DRIFT * first) ** 2))
         self.numbers: Float64 = np.array([*first, 0.0])
-        self._fit: Belief = (self.numbers[:4], *fit[1:])
+        self._fit: Belief = (self.numbers[:BESIDE], *fit[1:])
         self._most = float(np.trace(self._fit[1]))
 
     def observe(
@@ -333,12 +340,13 @@ class HostTimes:
         seconds: float,
         prompt_rows: int = 0,
         num_steps: int = 1,
+        num_opened: int = 0,
     ) -> None:
         """So many steps in which somebody decodes, beside so many rows of prompts: only those
         without any tell what the host takes."""
         note_host(
-            self.numbers, self._fit, self._most, float(num_draws), float(num_asked), seconds,
-            prompt_rows, num_steps,
+            self.numbers, self._fit, self._most, float(num_draws), float(num_asked),
+            float(num_opened), seconds, prompt_rows, num_steps,
         )  # fmt: skip
 
     def plain(self, num_draws: int) -> float:

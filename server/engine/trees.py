@@ -80,8 +80,8 @@ class Trees:
 
     why: of each item "" or why it has no tree, in the words of StepCounts.no_draft_reason.
     gain_seats: int64 [items], the choices' at Gain. seconds: that drafting took. ceiling: the most
-    nodes that could have paid. num_asked: sessions that were asked. num_likely: likeliest ids of
-    each row that sessions want to hear of.
+    nodes that could have paid. num_asked, num_opened: sessions that were. num_likely: likeliest ids
+    of each row that sessions want to hear of.
     """
 
     start: Int32
@@ -93,6 +93,7 @@ class Trees:
     seconds: float = 0.0
     ceiling: int = 0
     num_asked: int = 0
+    num_opened: int = 0
     num_likely: int = 0
 
     def prune(self, most: Int64, stays: Int32 = ALL_STAY) -> None:

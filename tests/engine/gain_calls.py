@@ -14,7 +14,8 @@ Claims = npt.NDArray[np.float64]
 
 
 def note_ask(gain: Gain, seat: int, claims: Claims) -> None:
-    """A choice was asked and proposed nodes with these claims."""
+    """A choice was asked and proposed nodes with these claims; it has a session."""
+    gain.opened(seat)
     gain.observe_asks(np.array([seat]), *_columns([claims]))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from server.engine import gain as made
 from server.engine.gain import REST, Gain, StepShape, num_repeats
-from server.engine.step_times import MEMORY, CostTable, row_grid, seconds_of
+from server.engine.step_times import BESIDE, MEMORY, OPENING, CostTable, row_grid, seconds_of
 from tests.engine.gain_calls import choose, note_ask, note_drafts
 from tests.profiles import examples
 
@@ -246,7 +246,7 @@ def _weighed(
     their scopes, written as they are afterwards."""
     assert gain.cost is not None
     rows, seconds, key_s, likely_s = gain.cost.curve
-    num, keys_s, beside = shape.num_draws, key_s * shape.mean_len, gain.host.numbers[4]
+    num, keys_s, beside = shape.num_draws, key_s * shape.mean_len, gain.host.numbers[BESIDE]
     at = [seconds_of(rows, seconds, n) for n in (num, num + 1, num + beside, num + 2 * beside)]
     asks, (offered, claimed, came) = (
         scopes[:, 4],
@@ -260,7 +260,7 @@ def _weighed(
     edges = np.array([0.0, *made.EDGES, 1.0])
     middles = (edges[1:] + edges[:-1]) / 2
     trust = np.minimum((came + made.PRIOR) / (claimed + made.PRIOR), 1 / middles)
-    own = seats[:, 2:] + made.PRIOR
+    own = seats[:, 2:4] + made.PRIOR
     own_trust = np.minimum(1.0, (own[:, 1] + np.sqrt(own[:, 1])) / own[:, 0])
     chance = trust * middles * own_trust[:, None]
     asks = np.maximum(asks, 1e-3)
@@ -275,15 +275,17 @@ def _weighed(
     hoped = 1.0 + (came.sum(axis=1) + scopes[:, 3]) ** 2
     doubt = np.minimum(np.sqrt(((supply * chance).sum(axis=1) + made.DOUBT) / asks), hoped) * room
     account = np.minimum(scopes[:, 0] + made.SHARE, made.MOST)
+    opening = np.where(seats[:, 4], 0.0, min(gain.host.numbers[OPENING] / token_s, made.MOST))
     would, ask, num_asked = np.ones(len(asks), bool), 0.0, len(asks) + 1
     while would.sum() < num_asked:  # who is not asked leaves more to pay to the others
         num_asked = int(would.sum())
         ask = (gain.host.asking(max(num_asked, 1)) + likely_s * num) / max(num_asked, 1) / token_s
         net = value - ask
-        bears = (net > doubt) | (account >= np.minimum(np.maximum(-net, 0.0), ask))
+        bears = (net > doubt) | (account >= np.minimum(np.maximum(-net, 0.0), ask) + opening)
+        bears &= (account >= opening) | (opening == 0.0)
         would = (net + doubt > 0.0) & bears
     share = 1.0 - 1.0 / (np.where(would, MEMORY, made.IDLE) * scopes[:, 2])
-    scopes[:, 0], scopes[:, 1] = account - ask * would, would
+    scopes[:, 0], scopes[:, 1] = account - (ask + opening) * would, would
     scopes[:, 3] *= np.where(would, share, 1.0)
     scopes[:, 4:] *= share[:, None]
     return would, saved, price
@@ -294,8 +296,8 @@ def test_who_is_asked_and_what_is_booked_is_that_of_whole_arrays(seed: int) -> N
     rng = np.random.default_rng(seed)
     seconds = 4e-3 + np.cumsum(rng.exponential(3e-4, len(ROWS)))
     gain = Gain(CostTable(ROWS, seconds.tolist(), 1e-6, 1e-4))
-    gain.host.numbers[:] = rng.uniform(0.0, rng.choice([2e-4, 2e-3]), 5)
-    gain.host.numbers[4] = rng.choice([0.0, 3.0, 60.0])
+    gain.host.numbers[:] = rng.uniform(0.0, rng.choice([2e-4, 2e-3]), 6)
+    gain.host.numbers[BESIDE] = rng.choice([0.0, 3.0, 60.0])
     seats = [gain.seat(i) for i in range(int(rng.integers(1, 9)))]
     for seat in seats:
         scope, num_asks = gain.scope_of(seat), rng.choice([0.0, 0.5, 4.0, 60.0])
@@ -310,7 +312,7 @@ def test_who_is_asked_and_what_is_booked_is_that_of_whole_arrays(seed: int) -> N
             num_asks,
         )
         scope[5:] = np.concatenate((offered, claimed, came))
-        gain.seats.table[seat, 2:] = rng.exponential(2.0, 2)
+        gain.seats.table[seat, 2:] = *rng.exponential(2.0, 2), rng.integers(2)
     scopes, own = np.array([gain.scope_of(seat) for seat in seats]), gain.seats.table[seats]
     shape = StepShape(len(seats), len(seats), 100.0)
     why, _ = gain.ask(seats, shape, 64)
@@ -377,6 +379,8 @@ class Served:
 def _serve(world: World, num_steps: int, gain: Gain, seats: Sequence[int]) -> Served:
     """Steps of these choices as Gain takes them, as an engine does."""
     num_draws = len(seats)
+    for seat in seats:
+        gain.opened(seat)
     served, shape, resting = Served([], [], []), _alone(num_draws, 100.0), 0
     for _ in range(num_steps):
         if resting:
@@ -671,7 +675,7 @@ def test_a_new_scope_is_asked_where_its_first_node_could_pay_for_the_ask() -> No
     for the first ask only where it takes a half, or where the text has repeated a few tokens."""
     for per_row, num_repeated, is_asked in ((0.9, 0, False), (0.5, 0, True), (0.9, 2, True)):
         gain = Gain(_line(per_row, per_row))  # a step of n choices takes n times as much
-        gain.host.numbers[:] = 0.8 - 0.8 * per_row, 1.0 - per_row, 0.0, 0.2, 0.0
+        gain.host.numbers[:] = 0.8 - 0.8 * per_row, 1.0 - per_row, 0.0, 0.2, 0.0, 0.0
         seats = [gain.seat(i) for i in range(8)]
         asked = 0
         for _ in range(200):

@@ -19,7 +19,7 @@ import pytest
 from drafters.jit import Entry
 from server.engine import draft, gain, step_times
 from server.engine.gain import Gain, StepShape
-from server.engine.step_times import CostTable, HostTimes, row_grid
+from server.engine.step_times import BESIDE, CostTable, HostTimes, row_grid
 from tests.engine.gain_calls import choose, note_ask, note_drafts
 from tests.engine.test_rests import eight_choices
 
@@ -31,7 +31,7 @@ ASK, NODE = 0.1, 0.15
 def _host(ask_s: float = ASK) -> HostTimes:
     """A host that takes nothing but what asking takes."""
     made = HostTimes(0.0)
-    made.numbers[:] = 0.0, 0.0, 0.0, ask_s, 0.0
+    made.numbers[:] = 0.0, 0.0, 0.0, ask_s, 0.0, 0.0
     return made
 
 
@@ -184,7 +184,7 @@ def rows_after_32_prompts() -> float:
     times = HostTimes(1.0)
     for _ in range(32):
         times.observe(1, 0, 1.0, 1)
-    return float(times.numbers[4])
+    return float(times.numbers[BESIDE])
 
 
 CASES: list[tuple[Any, str, Any, Callable[[], float], float, float]] = [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.step_times import CostTable, HostTimes, row_grid
+from server.engine.step_times import BESIDE, OPENING, CostTable, HostTimes, row_grid
 
 
 def _line(first: float, per_row: float, jump: float = 0.0) -> CostTable:
@@ -116,7 +116,13 @@ def test_the_host_s_seconds_are_told_apart_by_choices_and_asks() -> None:
         times.observe(num, asked, disturbed * true_s * math.exp(0.2 * rng.standard_normal()))
     assert times.plain(8) == pytest.approx(2.6e-4, rel=0.5)
     assert times.asking(2) == pytest.approx(4e-4, rel=0.6)
-    assert times.numbers[4] == 0.0
+    assert times.numbers[BESIDE] == 0.0
     for i in range(200):
         times.observe(1, 0, times.plain(1), 30 * (i % 2))
-    assert times.numbers[4] == pytest.approx(15.0, rel=0.1)
+    assert times.numbers[BESIDE] == pytest.approx(15.0, rel=0.1)
+    asking_s = times.asking(2)
+    for i in range(200):  # of two that are asked one is new
+        true_s = times.plain(1) + asking_s + 2e-3 * (i % 2)
+        times.observe(1, 2, true_s * math.exp(0.2 * rng.standard_normal()), num_opened=i % 2)
+    assert times.numbers[OPENING] == pytest.approx(2e-3, rel=0.4)
+    assert times.asking(2) == pytest.approx(asking_s, rel=0.4)
