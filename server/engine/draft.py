@@ -235,7 +235,10 @@ class Drafts:
                 self._give(sequence, drafter)
             else:
                 (sequence.drafter_name, reads_states), knows = unmade, False
-            foresees = self._states is not None and reads_states
+            foresees, scheduler = 0, self._scheduler
+            if self._states is not None and reads_states:
+                num_choices = len(scheduler.running) + len(scheduler.waiting)
+                foresees = max(1, min(num_choices, scheduler.max_num_seqs))
             sequence.gain_seat = seat = self._gain.seat(scope, knows=knows, foresees=foresees)
             self.num_open += 1
             sequence.is_resting = not self._gain.is_asked(seat)

@@ -562,16 +562,16 @@ class Gain:
         is_weighed = row is not None and self.cost is not None
         return row is None or (is_weighed and not self._scopes.table[row, _IS_ASKED])
 
-    def seat(self, key: Hashable, *, knows: bool = False, foresees: bool = False) -> int:
+    def seat(self, key: Hashable, *, knows: bool = False, foresees: int = 0) -> int:
         """A choice's seat. key: all that tells one scope's drafts from another's. knows: whether
         its drafter knows more than the prompt from the start (a corpus, a prediction): a new scope
-        is then asked at once. foresees: whether it has the model's prior; it is then asked at once
-        where that pays beside the choices that have a seat."""
+        is then asked at once. foresees: where it has the model's prior, how many choices there are,
+        with those that wait; it is then asked at once if that pays beside them. 0: it has none."""
         row = self._known.get(key)
         if row is None:
             if foresees and not knows and self.cost is not None:
-                num = self.seats.table.shape[0] - len(self.seats.free) + 1
-                knows = pays(self.cost.curve, self.host.numbers, StepShape(num, num, 0.0))
+                shape = StepShape(foresees, foresees, 0.0)
+                knows = pays(self.cost.curve, self.host.numbers, shape)
             row = self._known[key] = self._scopes.take()
             self._scopes.table[row, [_ACCOUNT, _IS_ASKED, _SEATS]] = MOST * knows, knows, 1.0
             if len(self._known) > self._capacity:
