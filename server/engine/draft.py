@@ -165,8 +165,9 @@ class DrafterRegistry:
 @dataclass(slots=True)
 class _Rest:
     """Steps of the same choices in which nobody is asked, until a scope begins to repeat what stood
-    before: they are watched in turn, one a step. trees: of each such step. gain_seats: of those
-    that have a drafter. num_left: of them that are still to come; num_done: that were."""
+    before: they are watched in turn, one a step, and each is once. trees: of each such step.
+    gain_seats: of those that have a drafter. num_left: of them that are still to come; num_done:
+    that were."""
 
     seats: Int32
     trees: Trees
@@ -491,7 +492,7 @@ class Drafts:
         brings a choice to its last token. choices: that might draft."""
         if rows.num_rows != len(rows.sequences) or len(choices) != len(rows.sequences):
             return  # a prompt's rows, or choices without a drafter
-        num_left = min(REST - 1, min(left) - 2)
+        num_left = min(max(REST, len(choices)) - 1, min(left) - 2)
         if num_left > 0 and all(choice.is_resting for choice in choices):
             gain_seats = [choice.gain_seat for choice in choices]
             self._rest = _Rest(rows.seats, trees, gain_seats, num_left)

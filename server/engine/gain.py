@@ -96,8 +96,9 @@ REPEAT = 0.5
 that does that once goes on to."""
 
 REST = 4
-"""Of steps in which nobody is asked, one in so many is looked at (draft.py) and learned from
-(figures.py): they are alike, and a look takes as long as a plain step's host."""
+"""Of steps in which nobody is asked, one in so many, or as many as there are choices, is looked at
+(draft.py) and learned from (figures.py): they are alike, and a look takes as long as a plain step's
+host."""
 
 _NUM_PRICED = 16  # nodes of a tree that have a price of their own
 _NO_CHANCES, _NO_ORDER = np.empty(0), np.empty(0, np.int64)

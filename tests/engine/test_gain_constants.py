@@ -21,7 +21,7 @@ from server.engine import draft, gain, step_times
 from server.engine.gain import Gain, StepShape
 from server.engine.step_times import BESIDE, CostTable, HostTimes, row_grid
 from tests.engine.gain_calls import choose, note_ask, note_drafts
-from tests.engine.test_rests import eight_choices
+from tests.engine.test_rests import some_choices
 
 ALONE = StepShape(1, 1, 0.0)
 ASK, NODE = 0.1, 0.15
@@ -130,7 +130,7 @@ def asks_without_a_node_until_given_up(made: Gain, seat: int) -> float:
 
 
 def looks_at_an_answer_that_drafts_nothing() -> float:
-    return eight_choices(dear=True)[1]
+    return some_choices(2, dear=True)[1]
 
 
 def asks_of_a_text_that_repeated_once(made: Gain, seat: int) -> float:
