@@ -15,7 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from drafters.jit import compiled, entry
-from server.model.cpu.kernels.vectors import exp_sum, exp_sum64, max_of, sum_of_squares
+from server.model.cpu.kernels.vectors import (
+    exp_sum,
+    exp_sum64,
+    max_of,
+    rough_exp_sum,
+    sum_of_squares,
+)
 from server.model.cpu.records import (
     FAILED,
     LANES,
@@ -429,7 +435,7 @@ def likeliest_of(is_finite, x, ids, chances, tops):
             filled = _insert(v, i, chances, ids, filled)
     total = np.float32(0.0)
     if filled > 0:
-        total = exp_sum(x.ctypes.data, n // LANES, top)
+        total = rough_exp_sum(x.ctypes.data, n // LANES, top)
     for j in range(k):
         if j < filled:
             chances[j] = np.exp(chances[j] - top) / total

@@ -31,6 +31,7 @@ from server.model.cpu.kernels.ir import (
     I16,
     I32,
     I64,
+    VEC,
     VECI,
     WIDE,
     Loop,
@@ -175,6 +176,31 @@ def exp_sum(b: Any, s: Any, num: Any, shift: Any) -> Any:
     loop = Loop(b, num, [const(0.0)])
     e = exp_vector(b, b.fsub(load(b, sf, b.mul(loop.index, i64(LANES))), shift_v))
     (total,) = loop.close([b.fadd(loop.carried[0], e)])
+    return lane_sum(b, total)
+
+
+ROUGH_EXP = 1.0, 0.69324846, 0.24221082, 0.05517749
+"""Coefficients of 2^x for -1/2 <= x <= 1/2 with the least relative error, 1.1e-4, and none at 0: of
+an id that is sure the chance is 1."""
+
+
+@word(np.float32, int, int, np.float32)
+def rough_exp_sum(b: Any, s: Any, num: Any, shift: Any) -> Any:
+    """`exp_sum` to 1 in 9,000, none of the floats above shift, in a third of the time: for chances
+    that drafts are made of."""
+    sf = floats(b, s)
+    shift_v, magic = splat(b, shift), const(12582912.0)  # adding it rounds to an integer
+    loop = Loop(b, num, [const(0.0)])
+    x = b.fsub(load(b, sf, b.mul(loop.index, i64(LANES))), shift_v)
+    x = b.select(b.fcmp_ordered(">", x, const(-86.0)), x, const(-86.0))
+    shifted = fma(b, x, const(1.44269504), magic)
+    part = fma(b, x, const(1.44269504), b.fsub(magic, shifted))  # of the power of 2, to a half
+    value = const(ROUGH_EXP[-1])
+    for c in reversed(ROUGH_EXP[:-1]):
+        value = fma(b, value, part, const(c))
+    whole = b.shl(b.bitcast(shifted, VECI), const(23, VECI))
+    power_of_2 = b.bitcast(b.add(b.bitcast(value, VECI), whole), VEC)
+    (total,) = loop.close([b.fadd(loop.carried[0], power_of_2)])
     return lane_sum(b, total)
 
 
