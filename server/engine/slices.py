@@ -70,6 +70,7 @@ _END_RATE = 0.02  # ends are rare: their chance needs a longer memory
 _REFRESH_TOKENS = 32  # a plan is priced again after so many tokens
 _STEPS_TO_FILL = 16  # the size of T is chosen once: not by the first steps
 _MAX_PLANS = 4096  # the least recently used go first
+_ALIKE = 1e-3  # of the rows of a verification, squared: a spread that tells little
 _GAIN_TO_RETURN = 0.95  # the slice must be this much cheaper to take over from the full head
 
 
@@ -134,7 +135,8 @@ class ExactControl:
         self._full_s = 0.0
         self._slice_s = 0.0
         self._slice_ids = 0.0
-        self._row_s = 0.0
+        # Running means of a verification's rows, seconds, rows squared, and both multiplied.
+        self._verified = np.zeros(4)
         self._num_sequences = 1.0
         self._ends = 0.0  # chance per step
         self._plans: OrderedDict[Hashable, ExactPlan] = OrderedDict()
@@ -189,8 +191,10 @@ class ExactControl:
     def observe_verify(self, seconds: float, num_rows: int, num_sequences: int) -> None:
         """One verification: num_rows tokens of num_sequences sequences in `seconds`."""
         self._num_sequences = _moved(self._num_sequences, float(num_sequences))
-        if self._full_s > 0.0 and num_rows > 1:
-            self._row_s = _moved(self._row_s, max(0.0, seconds - self._full_s) / num_rows)
+        old = self._verified
+        seconds = min(seconds, 3.0 * float(old[1])) if old[0] else seconds
+        new = np.array((num_rows, seconds, num_rows * num_rows, num_rows * seconds), np.float64)
+        self._verified = old + _RATE * (new - old) if old[0] else new
 
     def observe_checked(self, key: Hashable, num_tokens: int, missed: bool) -> None:
         """num_tokens tokens of a key were verified; missed: the last of them was wrong."""
@@ -215,14 +219,22 @@ class ExactControl:
         if self._slice_s > 0.0:
             share = self._slice_ids / self._vocab_size
             fixed_s = max(0.0, self._slice_s - self._full_s * share)
+        # A verification multiplies the whole head, and a step may look at a part of it (a Screen).
+        verify_s, row_s = self._full_s, 0.0
+        rows, seconds, squares, products = self._verified.tolist()
+        if rows:  # a line; flat where all have had as many rows
+            spread = squares - rows * rows
+            row_s = (products - rows * seconds) / (max(0.0, spread) + _ALIKE * rows * rows)
+            row_s = min(max(0.0, row_s), seconds / rows)
+            verify_s = max(verify_s, seconds - row_s * rows)
         per_token = 1.0 / tokens_per_step
         return HeadCosts(
             body_s=self._body_s * per_token,
             full_s=self._full_s * per_token,
             vocab_size=self._vocab_size,
             slice_fixed_s=fixed_s * per_token,
-            verify_s=self._full_s,
-            verify_row_s=self._row_s * self._num_sequences,
+            verify_s=verify_s,
+            verify_row_s=row_s * self._num_sequences,
             early_end=self._ends * per_token,
         )
 

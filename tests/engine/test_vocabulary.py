@@ -347,6 +347,23 @@ def test_a_cheap_head_is_not_worth_a_slice() -> None:
     assert not control.plan("p").uses_slice
 
 
+@pytest.mark.parametrize("rows", [(1, 9), (5,)], ids=["some rows", "always as many"])
+def test_a_verification_is_priced_by_its_own_seconds(rows: tuple[int, ...]) -> None:
+    """It multiplies the whole head, also where a step looks at a part of it."""
+    control = _control(0.010, 0.006, 0.0002, 0.01)
+    _feed(control, 0.05)
+    assert control.plan("p").uses_slice
+    for i in range(200):
+        num = rows[i % len(rows)]
+        control.observe_verify(0.030 + 1e-4 * num, num, 1)
+    _feed(control, 0.05)
+    assert not control.plan("p").uses_slice
+    costs = control.costs()
+    assert costs is not None and costs.verify_s == pytest.approx(0.030, rel=0.02)
+    if len(rows) > 1:
+        assert costs.verify_row_s == pytest.approx(1e-4, rel=0.1)
+
+
 def test_verifications_that_ends_of_others_bring_forward_do_not_pay() -> None:
     """A busy batch verifies every few steps, whatever N is: that is what a token costs there."""
     control = _control(0.010, 0.008, 0.004, 0.2)
