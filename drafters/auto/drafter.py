@@ -372,7 +372,7 @@ class AutoSession(TextSession):
             tuple(place[2:]),
             NO_PRIOR
             if drafter.prior is None
-            else drafter.prior.view(*drafter.of_prior, *self._state),
+            else drafter.prior.view(drafter.of_prior, *self._state),
             forms,
         )  # type: ignore[return-value]
 

@@ -189,10 +189,11 @@ class PriorScratch:
         self._num_owners += 1
         return self._num_owners
 
-    def view(self, owner: int, most: int, hidden: Float32, at: int, start: Float32) -> PriorView:
-        """See PriorView; a plain tuple of the same items."""
-        given = self.prior, hidden, at, start, most
-        return (*given, *self._scratch, owner)  # type: ignore[return-value]
+    def view(self, whose: tuple[int, int], hidden: Float32, at: int, start: Float32) -> PriorView:
+        """See PriorView; a plain tuple of the same items. whose: the owner, and the most ids that
+        its states are followed by."""
+        given = self.prior, hidden, at, start, whose[1]
+        return (*given, *self._scratch, whose[0])  # type: ignore[return-value]
 
 
 @inlined

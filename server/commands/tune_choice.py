@@ -155,6 +155,7 @@ class _Priced:
         self._session: Any = None
         self._ids, self._length, self._told = np.empty(0, np.int32), 0, 0  # as Gain.watch has them
         self._is_asked, self._prompt_s = False, 0.0  # in this step; of the prompt of its first tree
+        self._is_open = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -171,7 +172,7 @@ class _Priced:
         self._ids = np.array([*prompt_ids, *recording.output_ids], np.int32)
         self._length, self._told, self._prompt_s = num, num, prompt_s
         self._gain.leave(self._seat)
-        self._seat = self._gain.seat("replay")
+        self._seat, self._is_open = self._gain.seat("replay"), False
         return cast("DraftSession", self)
 
     def _observe(self, claims: Float64, accepted: Sequence[int]) -> None:
@@ -212,6 +213,10 @@ class _Priced:
             if errors:
                 raise errors[0][1]
             ask_s = max(time.thread_time() - began, gain.host.asking(num) / num)
+            if not self._is_open:
+                gain.opened(self._seat)
+                self._is_open = True
+                ask_s += gain.host.opening
             claims, certain = np.tile(trees.survival, num), np.zeros(num, np.int32)
             start = np.arange(num + 1, dtype=np.int32) * len(trees.survival)
             gain.observe_asks(seats, start, certain, claims)

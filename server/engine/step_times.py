@@ -356,3 +356,8 @@ class HostTimes:
     def asking(self, num_asked: int) -> float:
         """Seconds that asking so many sessions adds to a step."""
         return asking_s(self.numbers, float(num_asked))
+
+    @property
+    def opening(self) -> float:
+        """Seconds that opening a session adds to a step."""
+        return max(0.0, float(self.numbers[OPENING]))

@@ -58,7 +58,7 @@ def hidden_of(seed: int) -> Float32:
 
 def view_of(drafter: AutoDrafter) -> PriorView:
     assert drafter.prior is not None
-    return PriorView(*drafter.prior.view(*drafter.of_prior, NO_HIDDEN, 0, NO_HIDDEN))
+    return PriorView(*drafter.prior.view(drafter.of_prior, NO_HIDDEN, 0, NO_HIDDEN))
 
 
 def said(prior: Prior, hidden: Float32 | None, ids: list[int]) -> Float32:
