@@ -8,8 +8,8 @@ all choices are one (trees.py): checked, pruned to what pays and fitted to block
 
 Nothing is done for drafts between a request's arrival and the end of its prompt's step that can
 wait until that step is under way: a session that knows of no other output is opened while the
-device works; on a CPU, whose cores the step computes on, once the first tokens are told. Any other
-is opened when it is first wanted. While a choice rests (`Sequence.is_resting`) its session gets no
+device works; on a CPU, whose cores the step computes on, once it is asked. Any other is opened when
+it is first wanted. While a choice rests (`Sequence.is_resting`) its session gets no
 updates and may not exist, nor may a drafter of its scope. What was emitted meanwhile it is told
 before it is next asked, if it ever is.
 
@@ -35,7 +35,7 @@ from server.engine.batch import Drawn
 from server.engine.gain import REST, Gain, StepShape
 from server.engine.grammar import FORCED, constrain
 from server.engine.plan import Rows, Scheduler
-from server.engine.sequence import Sequence, Status
+from server.engine.sequence import Sequence
 from server.engine.table import (
     ASKED,
     FIRST,
@@ -178,8 +178,8 @@ class _Rest:
 
 class Drafts:
     """Writes the sequences' `drafter`, `session`, `drafter_name`, `sources`, `gain_seat`,
-    `num_told` and `is_resting`. is_off: nobody in the last step had a drafter. num_errors: sessions
-    that failed and were closed."""
+    `num_told`, `first_state` and `is_resting`. is_off: nobody in the last step had a drafter.
+    num_errors: sessions that failed and were closed."""
 
     def __init__(
         self,
@@ -208,7 +208,6 @@ class Drafts:
         self._states = states
         self._logged: set[str] = set()
         self.num_open = 0  # choices that have a drafter
-        self._late: list[Sequence] | None = None  # of a step with prompts
         self._rest: _Rest | None = None
         self._turn = 0  # whose tokens were watched last
 
@@ -256,9 +255,6 @@ class Drafts:
     def draft(self, rows: Rows, *, is_plain: bool) -> Trees:
         """The trees of a step; what is chosen has its blocks. is_plain: nobody may draft."""
         num_opened = self._num_opened
-        if self._late is not None:
-            sequences, self._late = self._late, None
-            self._settle(s for s in sequences if s.status is Status.RUNNING)
         num = len(rows.sequences)
         self.is_off = not self.num_open
         if self.is_off:
@@ -302,8 +298,8 @@ class Drafts:
             return "prefill"
         if num_left <= 1:
             return "length"
-        # Without an output, and where nothing is known of how it begins, its session is opened
-        # while the device computes its prompt.
+        # Without an output, and where nothing is known of how it begins, its session is not needed
+        # yet.
         is_blank = sequence.drafter is None or (
             sequence.grammar is None
             and not sequence.request.speculation.prediction_ids
@@ -506,17 +502,12 @@ class Drafts:
 
     def settle(self, sequences: Iterable[Sequence], *, draws_first: bool) -> None:
         """Let every session do its deferred work; called while the device works. Where that takes
-        the host's cores away from first tokens, the next step begins with it, the last one's Deltas
-        told.
+        the host's cores away from first tokens, it waits until the session is asked.
 
         draws_first: whether the step computes prompts.
         """
         if draws_first and not self._is_beside:
-            self._late = list(sequences)
-        else:
-            self._settle(sequences)
-
-    def _settle(self, sequences: Iterable[Sequence]) -> None:
+            return
         for sequence in sequences:
             session = sequence.session
             if sequence.is_resting or (sequence.drafter is None and sequence.gain_seat < 0):
@@ -545,11 +536,16 @@ class Drafts:
             )
             self._gain.opened(sequence.gain_seat)
             self._num_opened += 1
+        state, sequence.first_state = sequence.first_state, None
         if told < sequence.num_output:
+            missed = sequence.output_ids(told)
             sequence.num_told = sequence.num_output
-            # Learning from each token that it missed would take a millisecond of a step.
-            catch_up = getattr(session, "catch_up", session.extend)
-            catch_up(sequence.output_ids(told))
+            if state is not None and len(missed) == 1 and getattr(session, "wants_state", False):
+                cast("StateSession", session).note_state(state)
+                session.extend(missed)
+            else:
+                # Learning from each token that it missed would take a millisecond of a step.
+                getattr(session, "catch_up", session.extend)(missed)
         return session
 
     # -- after it ---------------------------------------------------------------------------
@@ -576,6 +572,10 @@ class Drafts:
         tree's, and its root's draw."""
         session = sequence.session
         if session is None or sequence.is_resting:
+            if self._states is not None and session is None and sequence.num_output == 1:
+                # Whoever is asked next, and not opened yet, drafts from it.
+                rests = sequence.is_resting or sequence.gain_seat < 0
+                sequence.first_state = None if rests else self._states(draw)
             return
         first, end = trees.start[item : item + 2].tolist()
         likely = results.likely

@@ -16,6 +16,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Float32
 from drafters.base import Drafter, DraftSession
 from server.engine.adapters import Adapter
 from server.engine.batch import DrawParams, HeadSlice, Int32, UInt32
@@ -206,6 +207,8 @@ class Sequence:
     """Gain does not ask it now: its session gets no updates and may not exist."""
     num_told: int = 0
     """Output tokens that the session was told of."""
+    first_state: Float32 | None = None
+    """What the first token was drawn from (StateRunner), until its session is opened."""
     has_failed: bool = False
     """A step with drafts of its choices has failed. Written by the engine."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafters.tree import DraftTree
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.plan import EngineSettings
@@ -172,6 +173,29 @@ def test_what_can_wait_is_done_for_drafts_once_a_prompt_is_under_way(
     if device == "cpu":
         first = ("launched", "told", "made", "opened", "launched")
     assert found == [("made", *order), first, order]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_who_is_asked_first_has_heard_what_the_first_token_was_drawn_from(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its session is opened for the ask; that the state is the right one is checked by
+    the session."""
+    work, heard, propose = random_workload(Random(0)), list[int](), LikelySession.propose
+
+    def asked(session: LikelySession, budget: int, max_depth: int) -> DraftTree:
+        heard.append(session.num_states)
+        return propose(session, budget, max_depth)
+
+    monkeypatch.setattr(LikelySession, "propose", asked)
+    runner = fake_runner(work)
+    runner.info = replace(runner.info, device=device)
+    drafts = _Sessions(work.model, knows_starts=False)
+    settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64, max_draft_rows=8)
+    engine = Engine(runner, {"own": drafts.make}, settings)
+    for salt in "ab":
+        finish(engine, _request(salt))
+    assert heard[0] == 1 and heard.count(1) == 2
 
 
 def test_no_drafter_is_made_for_a_scope_that_is_never_asked() -> None:

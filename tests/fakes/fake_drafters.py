@@ -271,13 +271,14 @@ class LikelySession(FakeSession):
 
     def __init__(self, prompt_ids: Sequence[int], model: FakeModel) -> None:
         super().__init__(prompt_ids, self._behind)
-        self.num_rows = 0
+        self.num_rows = self.num_states = 0
         self._model = model
         self._likely: dict[int, list[int]] = {}
         self._state: npt.NDArray[np.float32] | None = None
 
     def note_state(self, state: npt.NDArray[np.float32]) -> None:
         self._alive()
+        self.num_states += 1
         self._state = state
 
     def extend(self, token_ids: Sequence[int]) -> None:
