@@ -223,11 +223,11 @@ def _ask_s(curve: Curve, host: Float64, num_draws: int, num_asked: int) -> float
 
 @inlined
 def _opening(seats: Float64x2, seat: int, host: Float64, token_s: float) -> float:
-    """Plain tokens that opening a choice's session takes, no more than an account can hold; 0 where
-    it has one."""
+    """Plain tokens that opening a choice's session takes, no more than half of what an account can
+    hold: the rest is for asks. 0 where it has one."""
     if seats[seat, _IS_OPEN]:
         return 0.0
-    return float(min(max(0.0, host[OPENING]) / token_s, MOST))
+    return float(min(max(0.0, host[OPENING]) / token_s, 0.5 * MOST))
 
 
 @inlined

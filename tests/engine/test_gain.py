@@ -275,7 +275,8 @@ def _weighed(
     hoped = 1.0 + (came.sum(axis=1) + scopes[:, 3]) ** 2
     doubt = np.minimum(np.sqrt(((supply * chance).sum(axis=1) + made.DOUBT) / asks), hoped) * room
     account = np.minimum(scopes[:, 0] + made.SHARE, made.MOST)
-    opening = np.where(seats[:, 4], 0.0, min(gain.host.numbers[OPENING] / token_s, made.MOST))
+    opening = min(gain.host.numbers[OPENING] / token_s, 0.5 * made.MOST)
+    opening = np.where(seats[:, 4], 0.0, opening)
     would, ask, num_asked = np.ones(len(asks), bool), 0.0, len(asks) + 1
     while would.sum() < num_asked:  # who is not asked leaves more to pay to the others
         num_asked = int(would.sum())
